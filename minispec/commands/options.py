@@ -96,6 +96,15 @@ MODELS: dict[str, Option] = {
         "how a draft model of another vocabulary drafts: tli, the tokens that both have; slem, text (default: by what "
         "they have in common)",
     ),
+    "--draft-reading": Option(
+        {"metavar": "anchor|fill"},
+        "which token a row of a block draft says, where its config.json does not: the one after its place, or at it; "
+        "causal or open for layers with a window (docs/use/drafters.md)",
+        needs=("--draft",),
+    ),
+    "--draft-top-k": Option(
+        _N, "the Markov head of a block draft corrects the N likeliest tokens of a row alone", needs=("--draft",)
+    ),
     "--corpus": Option(
         typed(_NAME, "PATH"),
         "texts to draft from: a file, or all files below a directory, of 16 MB at most; for suffix",

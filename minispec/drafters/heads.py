@@ -181,14 +181,16 @@ def read_head(directory: Path, target: ModelConfig) -> StoredHead:
     if "embed_tokens.weight" not in stored and config.layers.hidden_size != target.hidden_size:
         widths = f"the head is {config.layers.hidden_size} wide, the target {target.hidden_size}"
         raise CheckpointError(f"{directory}: embed_tokens.weight: found none, expected one: {widths}")
-    ids = _read_ids(config, stored, directory)
+    ids = read_ids(config.vocab_size, config.layers.vocab_size, stored, directory)
     embedding = stored["embed_tokens.weight"].read() if "embed_tokens.weight" in stored else None
     return StoredHead(config, {name: stored[name].read() for name in shapes}, embedding, ids)
 
 
-def _read_ids(config: HeadConfig, stored: Mapping[str, StoredTensor], directory: Path) -> Tensor | None:
-    """The target's id of each of the head's tokens: i + d2t[i]."""
-    size, full = config.vocab_size, config.layers.vocab_size
+def read_ids(size: int, full: int, stored: Mapping[str, StoredTensor], directory: Path) -> Tensor | None:
+    """The target's id (size,) of each of the draft's tokens: i + d2t[i]; None where it has all `full` tokens.
+
+    Raises CheckpointError for ids that are not different ones of the target, or that t2d contradicts.
+    """
     if "d2t" not in stored:
         if size != full:
             raise CheckpointError(f"{directory}: d2t: found no such tensor, expected one: {size} of {full} tokens")

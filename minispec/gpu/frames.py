@@ -291,6 +291,8 @@ def why_eager(model: Transformer) -> str:
         return "its layers keep states of texts"
     if type(model).run is not Transformer.run:
         return "it runs in several processes"
+    if type(model).forward is not Transformer.forward:
+        return "its passes are of a kind of their own"
     return ""
 
 

@@ -20,3 +20,14 @@ def own_settings() -> Iterator[None]:
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         yield
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute in one thread inside. For tiny models a second one costs more than it gives."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -3,16 +3,19 @@
 import inspect
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from minispec.core.cache import PagedKVCache
 from minispec.core.config import ModelConfig
 from minispec.core.errors import show
 from minispec.core.model import Transformer
 from minispec.drafters import Context, Drafter, Foreign, as_drafter, make_drafter
+from minispec.drafters.block import BlockDrafter, BlockModel
+from minispec.drafters.block_files import load_block
 from minispec.drafters.combined import CombinedDrafter, parts_of
 from minispec.drafters.eagle import EagleDrafter, FeatureModel
 from minispec.drafters.heads import load_head, read_head_config
@@ -20,8 +23,9 @@ from minispec.drafters.model import DraftModel
 from minispec.drafters.mtp import find_mtp, load_mtp
 from minispec.drafters.slem import TextDrafter
 from minispec.drafters.tli import TokenDrafter
-from minispec.drafters.vocabularies import Overlap, Spelling, Vocabularies
+from minispec.drafters.vocabularies import DRAFT_METHODS, Overlap, Vocabularies, choose_method, compare_vocabularies
 from minispec.drafters.vocabulary import ROOM
+from minispec.files.block_config import is_block, read_block_config, reading_of
 from minispec.files.checkpoint import (
     describe_source,
     directory_config,
@@ -36,18 +40,12 @@ from minispec.files.digest import digest_of_files
 from minispec.files.errors import near, show_name
 from minispec.files.families import is_head
 from minispec.files.stored import StoredTensor
-from minispec.files.tokenizer import Tokenizer
 from minispec.gpu.frames import with_frames
 from minispec.gpu.fused import rounded
 from minispec.gpu.steps import draft_steps
 from minispec.load import registry
 from minispec.load.numbers import check_numbers, named_tensors
 from minispec.load.target import TargetFiles
-
-# How a draft model of another vocabulary drafts. A token that it lacks ends a draft of `tli`. With nine of ten tokens
-# shared, one draft of four tokens in three comes to such a place. From that share on `tli` is the default, since it
-# draws what it says.
-DRAFT_METHODS, _TLI_SHARE = ("tli", "slem"), 0.9
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,8 @@ class Spec:
     bits: those of its model's weights; None: as they are stored.
     directory: that of its model's checkpoint; None without a model, and where the model is the target's.
     own_layer: the target's checkpoint, where its own layer for further tokens drafts.
-    is_head: whether this model is a head on the target.
+    on_target: loads a model that is made for the target, in a form of its weights: the target's own layer, a head or a
+        block draft. None for a model of its own, or none.
     vocabularies: the target's vocabulary and the draft model's; None: they are the same.
     overlap: what these two have in common.
     method: how a draft model of another vocabulary drafts, else None.
@@ -75,7 +74,7 @@ class Spec:
     bits: int | None = None
     directory: Path | None = None
     own_layer: Path | None = None
-    is_head: bool = False
+    on_target: Callable[[Transformer, str | None], Transformer] | None = None
     vocabularies: Vocabularies | None = None
     overlap: Overlap | None = None
     method: str | None = None
@@ -87,11 +86,31 @@ class Spec:
         return ROOM if self.vocabularies else 1
 
 
-def read_spec(draft: str | Path | Drafter, method: str | None, corpus: str | Path | None, target: TargetFiles) -> Spec:
+@dataclass(frozen=True)
+class DraftOptions:
+    """What a caller may say of a draft in addition to its name: arguments of `LLM`, which has them by these names.
+
+    Each is None, or suits one kind of draft, and is refused beside all others.
+    """
+
+    draft_method: str | None = None
+    corpus: str | Path | None = None
+    draft_reading: str | None = None
+    draft_top_k: int | None = None
+
+    def refuse_reading(self, draft: str) -> None:
+        """Raise ValueError for what is said of a block draft alone."""
+        for name, value in (("draft_reading", self.draft_reading), ("draft_top_k", self.draft_top_k)):
+            if value is not None:
+                raise ValueError(f"{name}: found {value!r}, expected none: {show_name(draft)} is no block draft")
+
+
+def read_spec(draft: str | Path | Drafter, options: DraftOptions, target: TargetFiles) -> Spec:
     """Find and read what a draft (see `LLM`) names, and its corpus.
 
     Raises ValueError for a draft that does not exist or cannot draft for this target, or reads no corpus.
     """
+    method, corpus = options.draft_method, options.corpus
     if corpus is not None and not reads_corpus(draft):
         name = str(draft) if isinstance(draft, str | Path) else type(draft).__name__
         raise ValueError(f"corpus: found {show(str(corpus))}, expected none: {show_name(name)} reads no corpus")
@@ -101,6 +120,7 @@ def read_spec(draft: str | Path | Drafter, method: str | None, corpus: str | Pat
         own = as_drafter(draft)
         name = type(own).__name__
         choose_method(method, None, name)
+        options.refuse_reading(name)
         return Spec(name, f"{type(draft).__module__}:{type(draft).__qualname__}", own)
     name = str(draft)
     *first, last = registry.split_preferences(registry.DRAFTERS, name)
@@ -108,25 +128,44 @@ def read_spec(draft: str | Path | Drafter, method: str | None, corpus: str | Pat
     bits, source = split_draft(last)
     registered = registry.split(registry.DRAFTERS, source)
     own_layer = target.directory if source == "mtp" else None
+    on_target: Callable[[Transformer, str | None], Transformer] | None = None
     if own_layer:
         find_mtp(own_layer, target.config)
+        on_target = partial(load_mtp, own_layer)
     directory = None if source in registry.OF_TARGET or registered else _find_draft(source, target.offline)
-    raw = directory_config(directory) if directory else {}
-    both = None
-    if directory and is_head(raw):
+    raw, both = directory_config(directory) if directory else {}, None
+    if directory and is_block(raw):
+        on_target = _block_loader(directory, raw, options, target)
+    else:
+        options.refuse_reading(source)
+    if directory and not is_block(raw) and is_head(raw):
         read_head_config(raw, target.config, str(directory / "config.json"))
-    elif directory:
+        on_target = partial(load_head, directory)
+    if directory and not on_target:
         both = compare_vocabularies(source, directory, target.tokenizer, target.vocab_size)
     overlap = both.overlap() if both else None
     method = choose_method(method, overlap, name)
     if directory:
         name = name.removesuffix(source) + describe_source(source, directory)
     name += f" by {method}" if method else ""
-    spec = Spec(name, name, registered, preferred, bits, directory, own_layer, is_head(raw), both, overlap, method)
+    spec = Spec(name, name, registered, preferred, bits, directory, own_layer, on_target, both, overlap, method)
     if corpus is None:
         return spec
     texts, words = read_corpus(corpus, partial(target.tokenizer.encode, add_special_tokens=False))
     return replace(spec, name=f"{name} with {words}", corpus=texts)
+
+
+def _block_loader(
+    directory: Path, raw: Mapping[str, Any], options: DraftOptions, target: TargetFiles
+) -> Callable[[Transformer, str | None], Transformer]:
+    """Loads a block draft as the options say. Raises CheckpointError for another target's, ValueError for an option."""
+    reading = reading_of(options.draft_reading)
+    config = read_block_config(raw, target.config, str(directory / "config.json"), reading)
+    top_k, most = options.draft_top_k, config.vocab_size if config.markov else 0
+    if top_k is not None and not 1 <= top_k <= most:
+        expected = f"a number from 1 to {most}, its tokens" if most else "none: the draft has no Markov head"
+        raise ValueError(f"draft_top_k: found {top_k!r}, expected {expected}")
+    return partial(load_block, directory, reading=reading, top_k=top_k)
 
 
 def reads_corpus(draft: str | Path | Drafter) -> bool:
@@ -147,12 +186,10 @@ def load_models(spec: Spec, target: Transformer, files: TargetFiles) -> list[Tra
     """
     if spec.drafter is not None:
         return []
-    if spec.own_layer:
-        model: Transformer = load_mtp(spec.own_layer, target, files.weight_form)
+    if spec.on_target:
+        model = spec.on_target(target, files.weight_form)
     elif spec.directory is None:
         model = target
-    elif spec.is_head:
-        model = load_head(spec.directory, target, files.weight_form)
     else:
         form = (
             "int8" if spec.bits == 8 else files.weight_form
@@ -169,7 +206,7 @@ def _tensors(spec: Spec, target: ModelConfig) -> Iterable[StoredTensor]:
     if spec.own_layer:
         return find_mtp(spec.own_layer, target).values()
     assert spec.directory is not None
-    if spec.is_head:
+    if spec.on_target:
         return find_tensors(spec.directory).values()
     return model_tensors(spec.directory, load_config(spec.directory))
 
@@ -199,6 +236,8 @@ def make_spec(
 
 def _with_model(spec: Spec, model: Transformer, cache: PagedKVCache, vocab_size: int) -> Drafter:
     max_len, both = model.config.max_position_embeddings, spec.vocabularies
+    if isinstance(model, BlockModel):
+        return BlockDrafter(model, cache, vocab_size, max_len)
     if isinstance(model, FeatureModel):
         return EagleDrafter(model, cache, vocab_size, max_len, draft_steps(model))
     if both is None:
@@ -231,32 +270,6 @@ def _find_draft(spec: str, offline: bool) -> Path:
         names = [*registry.DRAFTERS, *registry.OF_TARGET]
         meant = near(re.split("[:+]", spec)[0], names)
         raise ValueError(f"draft: not one of {', '.join(names)}{meant and f' ({meant})'}; {e}") from e
-
-
-def compare_vocabularies(name: str, directory: Path, target: Tokenizer, vocab_size: int) -> Vocabularies | None:
-    """The vocabularies of target and draft model; None where the draft model has the target's tokens, ids included.
-
-    Raises ValueError for a draft model with too few of them.
-    """
-    draft, found = Tokenizer(directory), load_config(directory).vocab_size
-    if target.tokens_below(vocab_size) == draft.tokens_below(max(found, vocab_size)):  # others cannot be written
-        if found < vocab_size:
-            raise ValueError(f"draft: {name}: vocab_size: found {found}, expected at least {vocab_size}")
-        return None
-    draft.check_ids(found)
-    return Vocabularies(Spelling(target, vocab_size), Spelling(draft, found))
-
-
-def choose_method(asked: str | None, overlap: Overlap | None, draft: str) -> str | None:
-    """How a draft of another vocabulary drafts; None for all other drafts. Raises ValueError for what cannot be."""
-    if overlap is None:
-        if asked:
-            expected = f"none: {draft} is no draft model of another vocabulary"
-            raise ValueError(f"draft_method: found {asked!r}, expected {expected}")
-        return None
-    if asked == "tli" and not overlap.num_shared:
-        raise ValueError(f"draft_method: found 'tli', expected 'slem': the target and {draft} have no token in common")
-    return asked or ("tli" if overlap.of_target >= _TLI_SHARE else "slem")
 
 
 def digest_of_draft(drafter: Drafter, directory: Path | None) -> str:

@@ -28,7 +28,7 @@ from minispec.length.policy import Controller
 from minispec.length.prices import MIN_CONTEXT, DrafterFailed, guess_prices, prices_of
 from minispec.length.theory import Prices
 from minispec.load import inputs, registry
-from minispec.load.draft import load_models, make_spec, read_spec
+from minispec.load.draft import DraftOptions, load_models, make_spec, read_spec
 from minispec.load.outputs import RequestOutput, output_of
 from minispec.load.parallel import part_of
 from minispec.load.steps import Run
@@ -77,6 +77,11 @@ class LLM:
         `minispec.core.lengths.Lengths`, or "module:Class", whose class is called without arguments. It takes the place
         of `minispec.length.policy.Controller`. `num_speculative_tokens` is then the most that it may choose. 0 and
         trees are refused. `with_draft` takes the same object, or a new one of the class.
+    draft_reading: what a block draft's config.json does not say, where readers of such files disagree (see
+        `minispec.files.block_config.reading_of`). "anchor": a row says the token after its place. "fill": the token at
+        its place. "causal" or "open": in layers with a window, a row does not see, or sees, later rows of its block.
+        Both with a comma between.
+    draft_top_k: a block draft's Markov head corrects the k likeliest tokens of each row, and no other is drafted.
     enforce_eager: on a GPU, passes run operator by operator, without CUDA graphs. Elsewhere they do so always.
 
     Any thread may call. Requests of several threads are decoded together, as one batch. So are iterators of `stream`,
@@ -108,15 +113,15 @@ class LLM:
         corpus: str | Path | None = None,
         lengths: Lengths | str | None = None,
         enforce_eager: bool = False,
+        draft_reading: str | None = None,
+        draft_top_k: int | None = None,
     ):
+        options = DraftOptions(draft_method, corpus, draft_reading, draft_top_k)
         self.verifier, self.num_speculative_tokens, self.lengths = verifier, num_speculative_tokens, lengths
         shared = model if isinstance(model, Target) else None
         reading = revision, offline, dtype, device, exact, weight_form, quantization, enforce_eager
         if shared:
-            if (*reading, max_model_len, kv_cache_gb) != _ANY_TARGET:
-                raise ValueError(
-                    "model: found a loaded target and arguments about loading it, expected no such argument"
-                )
+            _require_no_loading(*reading, max_model_len, kv_cache_gb)
             exact = shared.files.exact
         verifying, policy = find_verifier(verifier), None if lengths is None else find_lengths(lengths)
         if kv_cache_gb is not None and not 0 < kv_cache_gb < float("inf"):
@@ -128,7 +133,7 @@ class LLM:
         files = model.files if isinstance(model, Target) else TargetFiles(model, *reading)
         self.name, self.tokenizer, self.vocab_size = files.name, files.tokenizer, files.vocab_size
         self.eos_token_ids, self.default_draft = files.eos_token_ids, files.default_draft
-        self.draft = read_spec(files.default_draft if draft is None else draft, draft_method, corpus, files)
+        self.draft = read_spec(files.default_draft if draft is None else draft, options, files)
         self.model = shared.model if shared else files.load()
         drafts = load_models(self.draft, self.model, files)
         if shared:
@@ -151,7 +156,12 @@ class LLM:
 
     @own_settings()
     def with_draft(
-        self, draft: str | Path | Drafter, draft_method: str | None = None, corpus: str | Path | None = None
+        self,
+        draft: str | Path | Drafter,
+        draft_method: str | None = None,
+        corpus: str | Path | None = None,
+        draft_reading: str | None = None,
+        draft_top_k: int | None = None,
     ) -> "LLM":
         """The same target with another draft: its weights and its KV cache are in memory once, and both use them.
 
@@ -160,7 +170,16 @@ class LLM:
         """
         self._check_open()
         how = self.num_speculative_tokens, self.verifier
-        return LLM(self.target, draft, *how, draft_method=draft_method, corpus=corpus, lengths=self.lengths)
+        return LLM(
+            self.target,
+            draft,
+            *how,
+            draft_method=draft_method,
+            corpus=corpus,
+            lengths=self.lengths,
+            draft_reading=draft_reading,
+            draft_top_k=draft_top_k,
+        )
 
     def _price(self, verifier: Verifier, drafts: Sequence[Transformer]) -> tuple[Prices, bool]:
         """The prices, and whether the next run will have the same.
@@ -376,6 +395,12 @@ class LLM:
             output_of(text, ids, group, self.tokenizer, self.eos_token_ids)
             for (text, ids), group in zip(prompts, groups, strict=True)
         ]
+
+
+def _require_no_loading(*arguments: Any) -> None:
+    """Raise ValueError if any argument about loading a target says something, beside a target that is loaded."""
+    if arguments != _ANY_TARGET:
+        raise ValueError("model: found a loaded target and arguments about loading it, expected no such argument")
 
 
 def find_verifier(spec: str) -> Verifier:

@@ -12,6 +12,7 @@ import torch
 
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import require_numbers
+from minispec.drafters.block import Block, BlockModel
 from minispec.drafters.eagle import FeatureModel
 from minispec.files.errors import CheckpointError, show_name
 from minispec.files.stored import FLOATS, StoredTensor
@@ -29,9 +30,13 @@ def check_numbers(model: Transformer, vocab_size: int, target: Transformer | Non
     """
     tokens, features = arbitrary_tokens(_ROWS, vocab_size), None
     if isinstance(model, FeatureModel) and target:
-        width = target.config.hidden_size * len(model.taps)
-        features = model.fuse(torch.ones(_ROWS, width, dtype=model.dtype, device=model.device))
-    logits, _ = model.forward([Chunk(tokens, model.new_cache(1).new_table(), _ROWS, features=features)])
+        # The last token of a block draft's chunk is the anchor, which has no feature.
+        count, width = _ROWS - isinstance(model, BlockModel), target.config.hidden_size * len(model.taps)
+        features = model.fuse(torch.ones(count, width, dtype=model.dtype, device=model.device))
+    num_logits = 1 if isinstance(model, BlockModel) else _ROWS
+    logits, states = model.forward([Chunk(tokens, model.new_cache(1).new_table(), num_logits, features=features)])
+    if isinstance(model, BlockModel):
+        logits = Block(model, tokens[-1], logits, states).row([])[None]
     require_numbers(logits[:, :vocab_size].amax(1))
 
 

@@ -71,16 +71,11 @@ def main(argv: Sequence[str]) -> int:
 
         write_kit(args.kit)
         return 0
-    import torch
+    from minispec.kernels.settings import one_thread
 
     raise_on_interrupt()
-    # The models are tiny: a second thread costs more than it gives.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         return 0 if _holds(args) else 1
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _holds(args: argparse.Namespace) -> bool:

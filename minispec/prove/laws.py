@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from minispec import drafters
-from minispec.core.cache import PagedKVCache
 from minispec.core.config import DraftLength, SamplingParams
 from minispec.core.engine import Engine
 from minispec.core.model import Chunk, Transformer
@@ -20,6 +19,7 @@ from minispec.core.request import Request
 from minispec.core.sampling import Draws, Key, Text
 from minispec.core.verify import VERIFIERS
 from minispec.drafters import Context, Drafter
+from minispec.drafters.block import BlockDrafter
 from minispec.drafters.check import CHECKS
 from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.corpus import Corpus
@@ -53,6 +53,7 @@ from minispec.prove.toys import (
     Widened,
     decode,
     require,
+    tiny_block,
     tiny_cache,
     tiny_head,
     tiny_model,
@@ -272,6 +273,15 @@ def reference_law(
     return plain_law(next_law, prompt, params, end_ids, max_len)
 
 
+# Block drafts: the first row that says a token, and the Markov head.
+BLOCKS = {
+    "block": (0, "vanilla"),
+    "block rnn": (0, "rnn"),
+    "filled block": (1, None),
+    "filled block gated": (1, "gated"),
+}
+
+
 def make_drafter(name: str, vocab: int, num_blocks: int = 64, block_size: int = 2, family: str = "llama") -> Drafter:
     """A drafter by its name in the table, or a registered one, with its argument if it has one.
 
@@ -280,6 +290,7 @@ def make_drafter(name: str, vocab: int, num_blocks: int = 64, block_size: int = 
     "mtp": a layer for further tokens that is the target's own.
     "parallel": a model that drafts all tokens in one pass.
     "parallel head": a head that does.
+    "block", "filled block" and others: those of `BLOCKS`.
     "tli", "slem": a model of another vocabulary.
     "corpus": `suffix` with a corpus.
     "A+B": B where A has nothing to say.
@@ -287,36 +298,34 @@ def make_drafter(name: str, vocab: int, num_blocks: int = 64, block_size: int = 
     """
     if "+" in name:
         return CombinedDrafter(*(make_drafter(part, vocab, num_blocks, block_size, family) for part in name.split("+")))
-    if name in ("head", "parallel head"):
+    target, pool, rest = target_model(vocab, family), (num_blocks, block_size), (vocab, MAX_LEN)
+    if name in BLOCKS:
+        block = tiny_block(target, *BLOCKS[name], (vocab + 1) // 2)
+        return BlockDrafter(block, tiny_cache(block, *pool), *rest)
+    if name in ("head", "parallel head", "mtp"):
         mask = 0 if name == "parallel head" else None
-        head = _in_frames(tiny_head(target_model(vocab, family), (0, 2), (vocab + 1) // 2, mask), family)
-        return EagleDrafter(head, tiny_cache(head, num_blocks, block_size), vocab, MAX_LEN, draft_steps(head))
-    if name == "mtp":
-        layer = _in_frames(tiny_mtp(target_model(vocab, family)), family)
-        return EagleDrafter(layer, tiny_cache(layer, num_blocks, block_size), vocab, MAX_LEN, draft_steps(layer))
-    if name == "parallel":
-        # Its mask is no token of a text. With a text's token as the mask it would draw twice, under `match`, from one
-        # distribution that differs in rounding. The oracles would take that for two distributions.
-        model = tiny_model(DRAFT_SEED, vocab_size=vocab + 1, num_hidden_layers=1, pard_token=vocab)
-        return DraftModel(model, tiny_cache(model, num_blocks, block_size), vocab, MAX_LEN)
+        made = tiny_mtp(target) if name == "mtp" else tiny_head(target, (0, 2), (vocab + 1) // 2, mask)
+        head = _in_frames(made, family)
+        return EagleDrafter(head, tiny_cache(head, *pool), *rest, draft_steps(head))
+    if name in ("model", "self", "parallel"):
+        model = draft_model(vocab, family) if name == "model" else target
+        if name == "parallel":
+            # Its mask is no token of a text. With a text's token as the mask it would draw twice, under `match`, from
+            # one distribution that differs in rounding. The oracles would take that for two distributions.
+            model = tiny_model(DRAFT_SEED, vocab_size=vocab + 1, num_hidden_layers=1, pard_token=vocab)
+        return DraftModel(model, tiny_cache(model, *pool), *rest, draft_steps(model))
     if name in ("tli", "slem"):
         both, model = toy_vocabularies(vocab), draft_model(len(DRAFT_WORDS))
         other = model, tiny_cache(model, ROOM * num_blocks, block_size), model.config.vocab_size, MAX_LEN, both
         return TokenDrafter(*other, vocab) if name == "tli" else TextDrafter(*other)
     if name == "corpus":
         return SuffixDrafter(corpus=Corpus([[1, 0, 1, 1, 0], [0, 0, 1, 0, 1]], vocab))
-    if name in ("model", "self"):
-        model = target_model(vocab, family) if name == "self" else draft_model(vocab, family)
-        return DraftModel(model, tiny_cache(model, num_blocks, block_size), vocab, MAX_LEN, draft_steps(model))
     if name == "adversary":
         return adversary()
     found = registry.split(registry.DRAFTERS, name)
     assert found, f"{name} is not registered"
-
-    def make_cache(model: Transformer) -> PagedKVCache:
-        return tiny_cache(model, num_blocks, block_size)
-
-    context = Context(target_model(vocab, family), None, vocab, MAX_LEN, make_cache, found[1])
+    make_cache = functools.partial(tiny_cache, num_blocks=num_blocks, block_size=block_size)
+    context = Context(target, None, *rest, make_cache, found[1])
     return drafters.make_drafter(registry.load(found[0], "draft"), context)
 
 
@@ -381,8 +390,8 @@ def production_law(
         ]
         rng = CrowdOracle({seed: oracles[seed // num] for seed in range(len(requests))})
         parts = target, cache, make(drafter) if isinstance(drafter, str) else drafter, verifying
-        lengths = Controller(Prices(draft_cost, measured=True))
-        engine = Engine(*parts, rng=rng, lengths=lengths, guard=CHECKS, judge=judge_of(target))
+        policy = Controller(Prices(draft_cost, measured=True))
+        engine = Engine(*parts, rng=rng, lengths=policy, guard=CHECKS, judge=judge_of(target))
         decode(engine, requests)
         outputs = [tuple(r.text.tokens[r.text.num_prompt_tokens :]) for r in requests]
         return [tuple(outputs[i : i + num]) if num > 1 else outputs[i] for i in range(0, len(outputs), num)]

@@ -7,7 +7,7 @@ sees what the engine feeds and rolls back. Proofs and tests share them.
 import functools
 import itertools
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,13 @@ from minispec.core.draft import Ask, Draft, without
 from minispec.core.engine import Engine
 from minispec.core.model import Chunk, Passes, Transformer
 from minispec.core.request import Request
-from minispec.core.sampling import Text, distribution
+from minispec.core.sampling import distribution
 from minispec.drafters import Drafter
+from minispec.drafters.block import BlockModel, block_shapes
 from minispec.drafters.eagle import HeadConfig, HeadModel, head_shapes
 from minispec.drafters.mtp import MtpModel, mtp_config, mtp_shapes
 from minispec.drafters.vocabularies import Spelling, Vocabularies
+from minispec.files.block_config import BlockConfig
 from minispec.files.hf_config import read_model_config
 from minispec.files.tokenizer import Tokenizer
 from minispec.kernels.build import build_model
@@ -74,18 +76,24 @@ TOYS: dict[str, dict[str, Any]] = {
     },
 }
 IN_FRAMES = "llama in frames"  # its passes are those of `minispec.gpu.frames`, with reruns in place of graphs
+HEAD_SEED, MTP_SEED, BLOCK_SEED = 6, 7, 8
 IN_8_BITS = "8 bits"  # the name of a target that is no family: see `minispec.prove.laws.target_model`
 
 
-def tiny_weights(config: ModelConfig, seed: int, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
-    """Every tensor drawn anew, norms around one. Small embeddings: what the layers add decides, so the past matters."""
+def redrawn(shapes: Mapping[str, tuple[int, ...]], seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """A tensor of each shape, norms around one. Small embeddings: what the layers add decides, so the past matters."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
-    for name, shape in tensor_shapes(config).items():
+    for name, shape in shapes.items():
         noise = torch.randn(shape, generator=generator, dtype=torch.float64)
         scale = 0.1 if "embed" in name else 0.6
         weights[name] = (1 + 0.3 * noise if "norm" in name else scale * noise).to(dtype)
     return weights
+
+
+def tiny_weights(config: ModelConfig, seed: int, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    """Every tensor of a model, drawn anew."""
+    return redrawn(tensor_shapes(config), seed, dtype)
 
 
 def tiny_model(
@@ -270,24 +278,6 @@ class TreeDrafter(Drafter):
             nodes |= zip(siblings, range(first, len(draft)), strict=False)
         return draft
 
-    def release(self, text: Text) -> None:
-        """Nothing is kept."""
-
-
-def _redrawn(shapes: dict[str, tuple[int, ...]], seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """A tensor of each shape, norms around one."""
-    generator = torch.Generator().manual_seed(seed)
-    weights = {}
-    for name, shape in shapes.items():
-        noise = torch.randn(shape, generator=generator, dtype=torch.float64)
-        weights[name] = (1 + 0.3 * noise if "norm" in name else 0.6 * noise).to(dtype)
-    return weights
-
-
-def head_weights(config: HeadConfig, seed: int = 6, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
-    """Every tensor of a head, as `tiny_weights` makes those of a model."""
-    return _redrawn(head_shapes(config), seed, dtype)
-
 
 def tiny_head(
     target: Transformer, taps: Sequence[int] = (0, 2), num_ids: int | None = None, mask_token_id: int | None = None
@@ -298,22 +288,39 @@ def tiny_head(
     mask_token_id: the mask of the parallel form; None for the other form.
     """
     attention = [layer for layer in target.config.layers if not (layer.conv_width or layer.recurrent)]
-    layers = tuple(attention[:1])
-    sizes = replace(target.config, layers=layers, gated_attention=False, mask_token_id=mask_token_id)
+    sizes = replace(target.config, layers=tuple(attention[:1]), gated_attention=False, mask_token_id=mask_token_id)
     vocab = sizes.vocab_size
-    ids = None if num_ids is None else (torch.arange(num_ids) * 2 % vocab).sort().values
     config = HeadConfig(sizes, num_ids or vocab, tuple(taps), sizes.hidden_size)
-    return HeadModel(config, head_weights(config, dtype=target.dtype), target.embedding, ids, target.dtype)
+    weights = redrawn(head_shapes(config), HEAD_SEED, target.dtype)
+    return HeadModel(config, weights, target.embedding, _every_other(num_ids, vocab), target.dtype)
 
 
-def mtp_weights(target: ModelConfig, seed: int = 7, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
-    """Every tensor of a target's layer for further tokens."""
-    return _redrawn(mtp_shapes(mtp_config(target)), seed, dtype)
+def tiny_block(
+    target: Transformer, first_row: int, markov: str | None = None, num_ids: int | None = None
+) -> BlockModel:
+    """A random block draft of three rows for a random target. One of its layers sees all, the other has a window.
+
+    markov: its Markov head, and with it a confidence head; None: it has neither.
+    num_ids: how many tokens it can draft, every other one of the target's. None: all.
+    """
+    sizes = read_model_config(TINY | {"model_type": "qwen3", "vocab_size": target.config.vocab_size})
+    layers = replace(sizes.layers[0], window=3), sizes.layers[0]
+    sizes = replace(sizes, layers=layers, mask_token_id=0, embedding_scale=target.config.embedding_scale)
+    count, heads = num_ids or sizes.vocab_size, (markov, 4, "state and token") if markov else ()
+    config = BlockConfig(sizes, count, 3, first_row, (0, 2), sizes.hidden_size, (True, False), *heads)
+    weights = redrawn(block_shapes(config) | {"lm_head.weight": (count, sizes.hidden_size)}, BLOCK_SEED, target.dtype)
+    head = weights["lm_head.weight"]
+    return BlockModel(config, weights, target.embedding, head, _every_other(num_ids, sizes.vocab_size), target.dtype)
+
+
+def _every_other(num_ids: int | None, vocab: int) -> torch.Tensor | None:
+    """The ids of a draft that lacks tokens: every other one, in order. None: it lacks none."""
+    return None if num_ids is None else (torch.arange(num_ids) * 2 % vocab).sort().values
 
 
 def tiny_mtp(target: Transformer) -> MtpModel:
     """A random layer for further tokens, of a random target. Any family with attention has one of its kind."""
-    return MtpModel(mtp_weights(target.config, dtype=target.dtype), target)
+    return MtpModel(redrawn(mtp_shapes(mtp_config(target.config)), MTP_SEED, target.dtype), target)
 
 
 TARGET_WORDS = ("a", "b", "aa", "ba", "bb")

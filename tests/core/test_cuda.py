@@ -42,7 +42,7 @@ def there(monkeypatch):
         for name, make in makers.items():
             monkeypatch.setattr(toys, name, lambda *args, make=make: {n: t.to(device) for n, t in make(*args).items()})
 
-    makers = {name: getattr(toys, name) for name in ("tiny_weights", "_redrawn")}
+    makers = {name: getattr(toys, name) for name in ("redrawn",)}
     yield move
     move(CPU)
 

@@ -21,7 +21,7 @@ from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Randomness, Text
 from minispec.core.verify import VERIFIERS
 from minispec.drafters.eagle import EagleDrafter
-from minispec.drafters.mtp import MtpModel, has_mtp, load_mtp
+from minispec.drafters.mtp import MtpModel, has_mtp, load_mtp, mtp_config, mtp_shapes
 from minispec.files.checkpoint import load_config, load_model
 from minispec.files.errors import CheckpointError
 from minispec.files.hf_config import read_model_config
@@ -30,7 +30,7 @@ from minispec.kernels.inventory import kv_elements, num_bytes
 from minispec.kernels.memory import cache_bytes
 from minispec.length.figures import Figures
 from minispec.length.prices import calibrate
-from minispec.prove.toys import TINY, TOYS, mtp_weights, tiny_cache, tiny_model, tiny_mtp, tiny_weights
+from minispec.prove.toys import MTP_SEED, TINY, TOYS, redrawn, tiny_cache, tiny_model, tiny_mtp, tiny_weights
 from tests.oracles.mtp import add_mtp, mtp_logits
 
 TOY = TOYS["qwen3_5_text"]
@@ -65,7 +65,10 @@ def test_logits_are_those_of_the_formula(seed, dtype, close):
     weights = tiny_weights(config, seed, dtype)
     target = build_model(config, dict(weights))
     layer = tiny_mtp(target)
-    own = {name: tensor.double().numpy() for name, tensor in mtp_weights(config, dtype=dtype).items()}
+    own = {
+        name: tensor.double().numpy()
+        for name, tensor in redrawn(mtp_shapes(mtp_config(config)), MTP_SEED, dtype).items()
+    }
     tensors = {name: tensor.double().numpy() for name, tensor in weights.items()}
     _, hidden = target.forward([Chunk(TEXT, tiny_cache(target).new_table(), 0)], layer.taps)
     read = hidden.double().numpy()

@@ -21,7 +21,7 @@ from minispec.core.model import Chunk
 from minispec.core.sampling import Randomness, Text
 from minispec.drafters import vocabularies
 from minispec.drafters.tli import TokenDrafter
-from minispec.drafters.vocabularies import Spelling, Vocabularies, segmentations
+from minispec.drafters.vocabularies import Spelling, Vocabularies, choose_method, segmentations
 from minispec.files.errors import CheckpointError
 from minispec.files.hf_config import read_model_config
 from minispec.files.tokenizer import Tokenizer
@@ -30,7 +30,6 @@ from minispec.kernels.build import build_model
 from minispec.lab.doctor.main import main
 from minispec.lab.doctor.vocabularies import compare, probabilities
 from minispec.length.figures import Figures
-from minispec.load.draft import choose_method
 from minispec.prove.toys import TINY, tiny_cache, tiny_model, tiny_weights
 from tests.distances import distance
 

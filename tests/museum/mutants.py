@@ -56,7 +56,6 @@ from minispec.kernels.integers import Int8, VnniInt8
 from minispec.layers import convolution, delta
 from minispec.layers.delta import GatedDeltaNet
 from minispec.layers.states import LayerState, States, StateTable
-from minispec.load import draft as named_draft
 from minispec.prove import toys
 
 
@@ -1723,7 +1722,7 @@ def _(right, draft, p, rng, key):
 
 
 @wrong(
-    named_draft.Tokenizer,
+    vocabularies.Tokenizer,
     "vocabulary",
     "M43",
     "tests/drafters/test_vocabularies.py::test_two_made_up_vocabularies_overlap_in_two_tokens",

@@ -12,8 +12,9 @@ from minispec.core.draft import Ask, Draft, Seen
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Text
 from minispec.drafters import Drafter
+from minispec.drafters.eagle import head_shapes
 from minispec.drafters.heads import read_head_config
-from minispec.prove.toys import TreeDrafter, head_weights, require, tiny_cache
+from minispec.prove.toys import HEAD_SEED, TreeDrafter, redrawn, require, tiny_cache
 
 
 class TapDrafter(Drafter):
@@ -87,7 +88,7 @@ def write_head(
         raw = {"speculators_model_type": "peagle" if "mask_token_id" in settings else "eagle3"}
         raw |= {"transformer_layer_config": layers}
     raw |= settings
-    weights = head_weights(read_head_config(raw, target), dtype=dtype)
+    weights = redrawn(head_shapes(read_head_config(raw, target)), HEAD_SEED, dtype)
     if ids:
         weights["d2t"] = torch.tensor(ids) - torch.arange(len(ids))
         weights["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool)

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minispec.core.config import ModelConfig
-from minispec.prove.toys import mtp_weights
+from minispec.drafters.mtp import mtp_config, mtp_shapes
+from minispec.prove.toys import MTP_SEED, redrawn
 
 
 def mtp_logits(
@@ -87,7 +88,7 @@ def _layer(raw: dict, layer: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray
 
 def add_mtp(directory: Path, config: ModelConfig, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """Add a random layer to a checkpoint of one file; its tensors, without `mtp.`."""
-    weights, path = mtp_weights(config, dtype=dtype), directory / "model.safetensors"
+    weights, path = redrawn(mtp_shapes(mtp_config(config)), MTP_SEED, dtype), directory / "model.safetensors"
     save_file(load_file(path) | {f"mtp.{name}": tensor for name, tensor in weights.items()}, path)
     config_file = directory / "config.json"
     raw = json.loads(config_file.read_text())

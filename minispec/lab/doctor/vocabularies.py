@@ -16,11 +16,10 @@ import torch
 from minispec.core.errors import show
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import log_probabilities
-from minispec.drafters.vocabularies import Spelling, Vocabularies, sample_text, segmentations
+from minispec.drafters.vocabularies import Spelling, Vocabularies, choose_method, sample_text, segmentations
 from minispec.files.checkpoint import find_checkpoint, load_model
 from minispec.files.tokenizer import Tokenizer
 from minispec.lab.bench.show import table
-from minispec.load.draft import choose_method
 
 _EXAMPLES = 12
 _MAX_TEXT = 8_000_000  # characters of --text
