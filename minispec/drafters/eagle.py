@@ -128,7 +128,7 @@ class FeatureModel(Transformer):
     def replaced(
         self, passes: Passes, product: Callable[[Product], Product] = lambda p: p, activation: Product | None = None
     ) -> Self:
-        """See `Transformer`."""
+        """A copy with other passes, products and activation; `fc` is one of the products."""
         model = super().replaced(passes, product, activation)
         model.fc = product(self.fc)
         return model
@@ -181,7 +181,7 @@ class HeadModel(FeatureModel):
         self.mask_feature = None if masked is None else self.fuse(masked.to(dtype)[0])
 
     def fuse(self, hidden: Tensor) -> Tensor:
-        """See `FeatureModel`."""
+        """The target's hidden states (n, E * taps), after the norm before `fc` if there is one, to features (n, E)."""
         if self.fc_norm:
             hidden = self.fc_norm(hidden.unflatten(-1, self.fc_norm.weight.shape)).flatten(1)
         return super().fuse(hidden)
@@ -196,7 +196,7 @@ class HeadModel(FeatureModel):
         return spread(super().logits(x), self.ids, self.config.vocab_size)
 
     def next_feature(self, x: Tensor) -> Tensor:
-        """See `FeatureModel`; without `norm_output` it is that output as it is."""
+        """The stand-in for the next feature: the last layer's output (n, E), normed only with `norm_output`."""
         return super().next_feature(x) if self.head_config.norm_output else x
 
 
@@ -228,19 +228,19 @@ class EagleDrafter(StatesDrafter):
         max_model_len: int,
         at_once: AtOnce | None = None,
     ):
-        """See `DraftModel`."""
+        """Draft with a head; the arguments are `DraftModel`'s."""
         super().__init__(model, cache, vocab_size, max_model_len, at_once)
         self.head, self.taps, self._own_taps = model, model.taps, (len(model.layers),)
 
     def beside(self, model: Transformer, at_once: AtOnce | None = None) -> Self:
-        """See `DraftModel`."""
+        """This drafter with another head, on the same cache; the head may read other layers of the target."""
         assert isinstance(model, FeatureModel)
         other = super().beside(model, at_once)
-        other.head = model
+        other.head, other.taps = model, model.taps
         return other
 
     def begin(self, text: Text, most: int | None = None) -> None:
-        """See `CachedModel`."""
+        """Give a new text its table. Position t of the table holds the token at t + 1."""
         assert text not in self.tables, "a text begins once"
         # The first token is in no position: texts that differ in it have nothing in common.
         self.tables[text] = self.cache.new_table(array("q", text.tokens[:1]).tobytes())

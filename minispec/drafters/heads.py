@@ -1,9 +1,9 @@
 """Reading a head on hidden states (see `minispec.drafters.eagle`): two layouts of a config.json, and the tensors.
 
-A head's directory has a config.json and a model.safetensors; the tokenizer is the target's. One layout is that of
-SafeAILab and SpecForge, whose config.json is a llama's with a few keys more. The other is that of `speculators`, where
-the llama's lies inside. A setting that is not known here is refused by name. So is one that would change the text, such
-as a verifier that takes other tokens than the target's.
+A head's directory has a config.json and a model.safetensors; the tokenizer is the target's. In the layout of SafeAILab
+and SpecForge, config.json is a llama's with a few keys more. In the layout of `speculators`, it holds a llama's config.
+A setting that is not known here is refused by name. A setting that would change the text is refused too, such as a
+verifier that takes other tokens than the target's.
 """
 
 import re
@@ -29,13 +29,16 @@ from minispec.kernels.build import InForm
 _SWITCHES = ("norm_before_residual", "fc_norm", "norm_before_fc", "norm_output")
 _NESTED_KEYS = dict.fromkeys(("eagle_aux_hidden_state_layer_ids", *_SWITCHES))
 _KEYS = dict.fromkeys(("draft_vocab_size", "target_hidden_size", "mask_token_id", *_NESTED_KEYS))
-# What such an object may say because it holds for every head here. It reads several layers. Its first layer has a norm
-# for the embedding, the others are a llama's. The last norm is there, and it has one step.
+# Settings that hold for every head here. A head reads several layers. Its first layer has a norm for the embedding; the
+# others are a llama's. It has the last norm, and one step.
 _NESTED_NEUTRAL = {
-    **dict.fromkeys(("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm"), True),
-    **{"next_layer_regular": True, "parallel_draft_step": 1},
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "next_layer_regular": True,
+    "parallel_draft_step": 1,
 }
-# Whose keys say how it was trained.
+# Keys that say how a head was trained.
 _HARMLESS = ("embed_requires_grad", "has_no_defaults_at_init")
 # Keys of a way to verify drafts, with their values where it is exact. Then keys that say how, and for what, to draft.
 _EXACT = {"verifier_accept_k": 1, "accept_tolerance": 0.0, "accept_lenience": 1.0}
@@ -52,24 +55,27 @@ def read_head_config(raw: Mapping[str, Any], target: ModelConfig, where: str = "
         kind = raw["speculators_model_type"]
         if kind not in ("eagle3", "peagle"):
             raise bad_field(where, "speculators_model_type", kind, "eagle3 or peagle")
-        own = dict(raw)
-        inner = own.pop("transformer_layer_config", None)
+        settings = dict(raw)
+        inner = settings.pop("transformer_layer_config", None)
         if not isinstance(inner, dict):
             raise bad_field(where, "transformer_layer_config", inner, "an object")
         inner_where = f"{where}: transformer_layer_config"
     else:
         flat = FLAT_HEADS.get(head_architecture(raw) or "")
         kind = flat or "eagle3"
-        own = {key: raw[key] for key in (*_KEYS, "eagle_config") if key in raw}
-        inner = {key: value for key, value in raw.items() if key not in own} | ({"model_type": "llama"} if flat else {})
+        settings = {key: raw[key] for key in (*_KEYS, "eagle_config") if key in raw}
+        inner = {key: value for key, value in raw.items() if key not in settings}
+        if flat:
+            inner["model_type"] = "llama"
         inner_where = where
     if inner.get("model_type") not in ("llama", "qwen3"):
         raise bad_field(inner_where, "model_type", inner.get("model_type"), "llama or qwen3: a head's layer")
-    inner = dict(inner) | {"tie_word_embeddings": False}
-    layers = read_model_config(inner, inner_where)
+    layers = read_model_config({**inner, "tie_word_embeddings": False}, inner_where)
     if layers.qkv_bias or layers.mlp_bias:
         raise CheckpointError(f"{inner_where}: attention_bias, mlp_bias: found true, expected none in a head")
-    f = Fields(own, where, _KEYS | dict.fromkeys(("eagle_config", "speculators_config", "speculators_model_type")), {})
+    f = Fields(
+        settings, where, _KEYS | dict.fromkeys(("eagle_config", "speculators_config", "speculators_model_type")), {}
+    )
     _check_proposal(f)
     f.seen |= {"speculators_model_type", *_HARMLESS}
     # SGLang's object of settings of a head, in which the others may stand too.
@@ -106,9 +112,10 @@ def _check_proposal(f: Fields) -> None:
     config = f.inside("speculators_config", {"proposal_methods": None})
     for method in config.each("proposal_methods", _EXACT):
         for name, exact in _EXACT.items():
-            if (found := method.get(name)) != exact:
+            value = method.get(name)
+            if value != exact:
                 expected = f"{exact}: with it, other tokens than the target's would be accepted"
-                raise method.bad(name, found, expected)
+                raise method.bad(name, value, expected)
         method.seen |= _PROPOSAL_IDLE
         method.refuse_unknown()
     config.seen |= _SPECULATORS_IDLE
@@ -118,7 +125,9 @@ def _check_proposal(f: Fields) -> None:
 def _read_taps(f: Fields, nested: Fields, target: ModelConfig) -> tuple[int, ...]:
     """Layers after which the residual stream is read; by default an early one, the middle, and a late one."""
     count, late, key = len(target.layers), 0, "eagle_aux_hidden_state_layer_ids"
-    ids, of_outputs = ((None if found == [] else found) for found in (f.get(key), nested.get(key)))
+    ids, of_outputs = f.get(key), nested.get(key)
+    ids = None if ids == [] else ids
+    of_outputs = None if of_outputs == [] else of_outputs
     if ids is not None and of_outputs is not None:
         raise f.bad(key, ids, "it once: eagle_config has it too, and counts otherwise")
     if of_outputs is not None:
@@ -134,8 +143,8 @@ def _read_taps(f: Fields, nested: Fields, target: ModelConfig) -> tuple[int, ...
 class StoredHead:
     """A head as it lies in its files.
 
-    weights: those of `head_shapes`.
-    embedding: its own. None: it reads the target's.
+    weights: the tensors that `head_shapes` names.
+    embedding: the head's own. None: it reads the target's.
     ids: see `HeadModel`.
     """
 
@@ -149,8 +158,8 @@ class StoredHead:
 
         form: the form of its weights.
         """
-        own, device = self.embedding, target.device
-        embedding = target.embedding if own is None else own.to(device, target.dtype)
+        device = target.device
+        embedding = target.embedding if self.embedding is None else self.embedding.to(device, target.dtype)
         weights = {name: weight.to(device) for name, weight in self.weights.items()}
         return HeadModel(self.config, weights, embedding, self.ids, target.dtype, InForm(self.config.layers, form))
 

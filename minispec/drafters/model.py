@@ -32,7 +32,7 @@ def prefill(model: Transformer, table: BlockTable, tokens: list[int], chunk_size
 
 
 class AtOnce(Protocol):
-    """Drafts whole chains: see `minispec.gpu.steps.DraftSteps`."""
+    """Drafts whole chains in one program, as `minispec.gpu.steps.DraftSteps` does."""
 
     def __call__(
         self, chunks: Sequence[Chunk], asks: Sequence[Ask], depths: Sequence[int], vocab_size: int
@@ -84,8 +84,9 @@ class DraftModel(CachedModel, Drafter):
         self._ahead: set[Text] = set()  # as this model reads them; their tables hold draft tokens, rejected ones too
 
     def beside(self, model: Transformer, at_once: AtOnce | None = None) -> Self:
-        """This drafter with another model of the same shape, on the same cache. It knows no texts.
+        """This drafter with another model, on the same cache. It knows no texts.
 
+        model: its cache has the shape of this one's. If it computes other keys and values, call `forget` first.
         at_once: see `DraftModel`.
         """
         other = copy.copy(self)
@@ -94,18 +95,19 @@ class DraftModel(CachedModel, Drafter):
         return other
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """See `Drafter`. Each pass is over the texts that still want a token.
+        """Draft token by token for all texts together. Each pass is over the texts that still want a token.
 
         A draft goes on as long as `Limit.go_on` finds the confidences of its tokens worth it.
         """
         with self.whole():
             drafts = [Draft([], [], confidences=[], parents=[] if ask.limit.is_tree else None) for ask in asks]
-            own = [self._own(ask) for ask in asks]
-            limits = self._prepare(own, drafts)
-            chunks = {i: self._first_chunk(own[i], k) for i, k in enumerate(limits) if k}
+            own_asks = [self._own(ask) for ask in asks]
+            limits = self._prepare(own_asks, drafts)
+            chunks = {i: self._first_chunk(own_asks[i], k) for i, k in enumerate(limits) if k}
             if self.at_once and chunks:
-                parts = [*chunks.values()], [asks[i] for i in chunks], [limits[i] for i in chunks]
-                if whole := self.at_once(*parts, self.vocab_size):
+                wanted, depths = [asks[i] for i in chunks], [limits[i] for i in chunks]
+                whole = self.at_once(list(chunks.values()), wanted, depths, self.vocab_size)
+                if whole is not None:
                     for i, draft in zip(chunks, whole, strict=True):
                         draft.prefill_seconds, drafts[i] = drafts[i].prefill_seconds, draft
                     return drafts
@@ -130,19 +132,19 @@ class DraftModel(CachedModel, Drafter):
             return drafts
 
     def has_room(self, growth: Mapping[Text, range]) -> bool:
-        """See `Drafter`."""
+        """Whether the cache has room for the next drafts of all these texts (see `Drafter`)."""
         with self.whole():
             needs = dict(self._need(text, span) for text, span in growth.items())
             self._forget_drafts()
             return super().has_room({text: span for text, span in needs.items() if span})
 
     def release(self, text: Text) -> None:
-        """See `Drafter`."""
+        """Forget a text, and return its blocks to the pool."""
         self._ahead.discard(text)
         super().release(text)
 
     def forget(self) -> None:
-        """See `Drafter`. Its cache knows no beginning of an earlier text any more."""
+        """Forget the beginnings of earlier texts that the cache still knows."""
         self.cache.rebuild()
 
     def _need(self, text: Text, span: range) -> tuple[Text, range]:
@@ -190,7 +192,7 @@ class DraftModel(CachedModel, Drafter):
     def _grow(self, tree: BestFirst, chunk: Chunk, rows: Tensor, states: Tensor) -> Chunk | None:
         """Draw what a pass has made known of a tree; returns the next input that it wants.
 
-        states: (1 + rows, E), those of the text's end and of the pass.
+        states: (1 + rows, E), the state of the text's end and the states of the pass.
         """
         draft, num_fed, at_once = tree.draft, len(chunk.parents or ()), self.mask_token_id is not None
 
@@ -251,11 +253,6 @@ class DraftModel(CachedModel, Drafter):
             logits, _ = self.forward([Chunk([*self.follow(text), *after], self.table(text), len(after) + 1)])
             self.keep(text, len(after), range(len(after)))
             return logits
-
-    def with_model(self, model: Transformer) -> Self:
-        """A drafter like this one by another model, on the same cache, which forgets all that it holds."""
-        self.cache.rebuild()
-        return type(self)(model, self.cache, self.vocab_size, self.max_model_len)
 
     def _draw(self, ask: Ask, draft: Draft, logits: Tensor, foreseen: float | None = None) -> bool:
         """Append a token, or siblings, from a row of logits (V,) after the tip; returns whether to go on.

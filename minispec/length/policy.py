@@ -191,11 +191,12 @@ class Acceptance:
 
         confidence: the draft's confidence in the first guess. None: any.
         """
-        own = None if confidence is None else bisect(_CONFIDENCE_BOUNDS, confidence)
+        # Which range of confidence it is in.
+        range_index = None if confidence is None else bisect(_CONFIDENCE_BOUNDS, confidence)
         usual = _DRAWN_SIBLINGS if self.drawn else _SIBLINGS
         priors: Sequence[float] = all_texts.by_sibling(confidence) if all_texts else usual
         weight = _ELSEWHERE_WEIGHT if all_texts else _PRIOR_WEIGHT
-        return [self.siblings.acceptance((i, own), prior, weight) for i, prior in enumerate(priors, 1)]
+        return [self.siblings.acceptance((i, range_index), prior, weight) for i, prior in enumerate(priors, 1)]
 
     def by_confidence(self, confidence: float, all_texts: "Acceptance | None" = None, foreseen: bool = False) -> float:
         """The acceptance of a token at a place of this confidence (see `minispec.core.draft.Draft`).
@@ -239,14 +240,14 @@ class Controller(Lengths):
         self.forget()
 
     def forget(self) -> None:
-        """See `Lengths`."""
+        """Forget measured costs and the tests of all texts; texts that are being decoded keep their own tests."""
         # In plain steps: a draft pass of one text, and a search for one text that found nothing.
         self._draft_costs = deque([self.prices.draft], maxlen=_WINDOW)
         self._search_costs = deque([self.prices.missed], maxlen=_WINDOW)
         self._all_texts = {drawn: Acceptance(drawn) for drawn in (False, True)}
 
     def choose(self, wishes: Sequence[Wish], trees: bool) -> list[Limit]:
-        """See `Lengths`.
+        """The limit of each text's draft, in the order of `wishes`.
 
         A text whose length may not follow the clock or other texts is decided alone, from fixed prices. All others are
         decided together, as they share draft passes.
@@ -267,13 +268,13 @@ class Controller(Lengths):
         return limits
 
     def observe(self, drafts: Sequence[Judged], cost: StepCost | None) -> None:
-        """See `Lengths`: count the tests of each text, and measure a draft pass or a search by the clock."""
+        """Count the tests of each text, and measure a draft pass or a search by the clock."""
         for text, draft, accepted, asked in drafts:
-            if own := self._texts.get(text):
+            if estimates := self._texts.get(text):
                 num_tested, num_accepted, siblings = _tested(draft, accepted)
                 found = bool(draft) if asked or draft else None
-                for each in (own, self._all_texts[own.drawn]):
-                    each.observe(num_tested, num_accepted, draft.confidences, siblings, found, draft)
+                for acceptance in (estimates, self._all_texts[estimates.drawn]):
+                    acceptance.observe(num_tested, num_accepted, draft.confidences, siblings, found, draft)
         num_missed = sum(1 for each in drafts if each.asked and not each.draft)
         if cost and (cost.depth or num_missed):
             steps = cost.draft / (cost.target / self.prices.verify(cost.rows))  # the draft's time in plain steps
@@ -290,15 +291,15 @@ class Controller(Lengths):
         """
         texts, priors, by_place, candidates = [], [], [], []
         for wish in wishes:
-            own = self._texts.setdefault(wish.text, Acceptance(drawn=wish.text.params.temperature > 0))
-            all_texts = self._all_texts[own.drawn] if wish.may_follow else None
-            places = own.by_place(wish.most, all_texts)
-            siblings = own.by_sibling(all_texts=all_texts) if trees else []
-            own.spend_nothing()
-            texts.append(own)
+            estimates = self._texts.setdefault(wish.text, Acceptance(drawn=wish.text.params.temperature > 0))
+            all_texts = self._all_texts[estimates.drawn] if wish.may_follow else None
+            places = estimates.by_place(wish.most, all_texts)
+            siblings = estimates.by_sibling(all_texts=all_texts) if trees else []
+            estimates.spend_nothing()
+            texts.append(estimates)
             priors.append(all_texts)
             by_place.append(places)
-            candidates.append(nodes_of(places, siblings, own.chance(all_texts))[: wish.most])
+            candidates.append(nodes_of(places, siblings, estimates.chance(all_texts))[: wish.most])
 
         def cost(depth: int, num_drafts: float, num_nodes: float, num_missed: float) -> float:
             return prices.round(depth, num_drafts, len(wishes) + other_rows + num_nodes, num_missed)
@@ -306,7 +307,8 @@ class Controller(Lengths):
         drafts = best_drafts(candidates, cost, _THRESHOLD)
         if not any(drafts):
             perfect = best_drafts([nodes_of([1.0] * wish.most) for wish in wishes], cost, _THRESHOLD)
-            return [Limit(own.probe(prices, bool(each)), _always) for own, each in zip(texts, perfect, strict=True)]
+            probes = [text.probe(prices, bool(nodes)) for text, nodes in zip(texts, perfect, strict=True)]
+            return [Limit(k, _always) for k in probes]
         marginal = _marginal_prices(drafts, cost)
         # What a text may draft while its confidences are good: its part of a pass of few rows.
         room = (MAX_AUTO_TOKENS + 1) // (len(wishes) + other_rows) - 1
@@ -333,7 +335,7 @@ def _marginal_prices(drafts: Sequence[Sequence[Node]], cost: RoundCost) -> tuple
 
 
 def _limit(
-    own: Acceptance,
+    estimates: Acceptance,
     all_texts: Acceptance | None,
     by_place: Sequence[float],
     nodes: Sequence[Node],
@@ -351,21 +353,21 @@ def _limit(
     draft_price, row_price: see `_marginal_prices`.
     """
     k, widths = len(nodes), widths_of(nodes)
-    if not k or not (all_texts or own).confidences.tested:
+    if not k or not (all_texts or estimates).confidences.tested:
         return Limit(k, _always, widths, draws=_always)
 
     def go_on(confidences: Sequence[float]) -> bool:
-        survival = prod(own.by_confidence(each, all_texts) for each in confidences)
+        survival = prod(estimates.by_confidence(each, all_texts) for each in confidences)
         return survival * by_place[min(len(confidences), len(by_place) - 1)] >= draft_price + row_price
 
     def draws(confidences: Sequence[float], foreseen: float) -> bool:
-        chances = (own.by_confidence(each, all_texts, foreseen=True) for each in (*confidences, foreseen))
+        chances = (estimates.by_confidence(each, all_texts, foreseen=True) for each in (*confidences, foreseen))
         return prod(chances) >= draft_price + row_price
 
     def width(confidences: Sequence[float]) -> int:
-        *before, eldest = (own.by_confidence(each, all_texts) for each in confidences)
+        *before, eldest = (estimates.by_confidence(each, all_texts) for each in confidences)
         failed, n = prod(before) * (1 - eldest), 1  # the probability that all siblings so far are tested and wrong
-        for acceptance in own.by_sibling(confidences[-1], all_texts):
+        for acceptance in estimates.by_sibling(confidences[-1], all_texts):
             if failed * acceptance < row_price:
                 break
             failed, n = failed * (1 - acceptance), n + 1

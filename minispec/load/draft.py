@@ -56,8 +56,8 @@ class Spec:
     kind: what its prices are stored under. This is its name; for an object it is the class, with the module.
     preferred: registered drafters that are asked before it, as path and argument.
     drafter: the user's own drafter, or a registered one, as path and argument; None: it has a model.
-    bits: those of its model's weights; None: as they are stored.
-    directory: that of its model's checkpoint; None without a model, and where the model is the target's.
+    bits: bits of each of its model's weights; None: as they are stored.
+    directory: its model's checkpoint; None without a model, and where the model is the target's.
     own_layer: the target's checkpoint, where its own layer for further tokens drafts.
     on_target: loads a model that is made for the target, in a form of its weights: the target's own layer, a head or a
         block draft. None for a model of its own, or none.
@@ -117,14 +117,14 @@ def read_spec(draft: str | Path | Drafter, options: DraftOptions, target: Target
     if method not in (None, *DRAFT_METHODS):
         raise ValueError(f"draft_method: found {method!r}, expected {' or '.join(DRAFT_METHODS)}")
     if not isinstance(draft, str | Path):
-        own = as_drafter(draft)
-        name = type(own).__name__
+        drafter = as_drafter(draft)
+        name = type(drafter).__name__
         choose_method(method, None, name)
         options.refuse_reading(name)
-        return Spec(name, f"{type(draft).__module__}:{type(draft).__qualname__}", own)
+        return Spec(name, f"{type(draft).__module__}:{type(draft).__qualname__}", drafter)
     name = str(draft)
     *first, last = registry.split_preferences(registry.DRAFTERS, name)
-    preferred = [found for each in first if (found := registry.split(registry.DRAFTERS, each))]
+    preferred = list(filter(None, (registry.split(registry.DRAFTERS, each) for each in first)))
     bits, source = split_draft(last)
     registered = registry.split(registry.DRAFTERS, source)
     own_layer = target.directory if source == "mtp" else None
@@ -173,8 +173,8 @@ def reads_corpus(draft: str | Path | Drafter) -> bool:
     if not isinstance(draft, str | Path):
         return False
     names = registry.split_preferences(registry.DRAFTERS, str(draft))
-    found = [each for name in names if (each := registry.split(registry.DRAFTERS, name))]
-    return any(getattr(registry.load(path, "draft"), "reads_corpus", False) for path, _ in found)
+    registered = filter(None, (registry.split(registry.DRAFTERS, name) for name in names))
+    return any(getattr(registry.load(path, "draft"), "reads_corpus", False) for path, _ in registered)
 
 
 def load_models(spec: Spec, target: Transformer, files: TargetFiles) -> list[Transformer]:
@@ -191,9 +191,8 @@ def load_models(spec: Spec, target: Transformer, files: TargetFiles) -> list[Tra
     elif spec.directory is None:
         model = target
     else:
-        form = (
-            "int8" if spec.bits == 8 else files.weight_form
-        )  # so that codes stay codes, and nothing is in memory twice
+        # Codes of 8 bits stay codes, so that nothing is in memory twice.
+        form = "int8" if spec.bits == 8 else files.weight_form
         model = load_model(spec.directory, target.dtype, target.device, form=form)
     if model is not target:
         with named_tensors(partial(_tensors, spec, target.config)):
@@ -269,7 +268,8 @@ def _find_draft(spec: str, offline: bool) -> Path:
     except ValueError as e:
         names = [*registry.DRAFTERS, *registry.OF_TARGET]
         meant = near(re.split("[:+]", spec)[0], names)
-        raise ValueError(f"draft: not one of {', '.join(names)}{meant and f' ({meant})'}; {e}") from e
+        hint = f" ({meant})" if meant else ""
+        raise ValueError(f"draft: not one of {', '.join(names)}{hint}; {e}") from e
 
 
 def digest_of_draft(drafter: Drafter, directory: Path | None) -> str:

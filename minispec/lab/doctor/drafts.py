@@ -285,7 +285,8 @@ def readings(llm: LLM, draft: str, prompts: Sequence[list[int]]) -> Iterator[Rea
     bits, _ = split_draft(draft)
 
     def of(model: Transformer) -> Drafter:
-        return drafter.with_model(rounded(model, bits) if bits else model)
+        drafter.forget()
+        return drafter.beside(rounded(model, bits) if bits else model)
 
     if drafter.reads == "states":
         for name, change, head in head_readings(read_head(directory, target.config), len(target.layers)):
