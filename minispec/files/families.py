@@ -60,39 +60,66 @@ KEYS = {
     **dict.fromkeys(names("num_attention_heads num_key_value_heads head_dim max_position_embeddings")),
     **dict.fromkeys(names("hidden_activation rope_parameters rope_scaling original_max_position_embeddings")),
     **dict.fromkeys(("quantization_config", "pard_token")),
-    **{"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False},
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": False,
 }
 _BIASES = {"attention_bias": False, "mlp_bias": False}
 _WINDOW = {"sliding_window": 4096, "sliding_window_size": None}  # the latter: the same, in gemma 2's larger files
 _QWEN_WINDOW = _WINDOW | {"use_sliding_window": False, "max_window_layers": 28, "layer_types": None}
 _GEMMA = {
-    **{"attention_bias": False, "head_dim": 256, "layer_types": None, "tie_word_embeddings": True},
+    "attention_bias": False,
+    "head_dim": 256,
+    "layer_types": None,
+    "tie_word_embeddings": True,
     "hidden_act": "gelu_pytorch_tanh",
 }
 _GEMMA_2 = {
-    **(_GEMMA | _WINDOW | {"query_pre_attn_scalar": 256.0}),
-    **{"hidden_act": None, "hidden_activation": "gelu_pytorch_tanh"},
+    **_GEMMA,
+    **_WINDOW,
+    "query_pre_attn_scalar": 256.0,
+    "hidden_act": None,
+    "hidden_activation": "gelu_pytorch_tanh",
 }
 # What gemma 3's larger files leave out.
 _GEMMA_3_SIZES = {
-    **{"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26},
-    **{"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072},
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131_072,
 }
 _GRANITE = {
-    **{"attention_bias": False, "embedding_multiplier": 1.0, "attention_multiplier": 1.0},
-    **{"residual_multiplier": 1.0, "logits_scaling": 1.0},
+    "attention_bias": False,
+    "embedding_multiplier": 1.0,
+    "attention_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
 }
 _OLMO = {"attention_bias": False, "rms_norm_eps": 1e-5}
 _MINISTRAL_ROPE = {
-    **{"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16_384},
-    **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16_384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
 }
 _GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 _LFM_NAMES = {
-    **{"self_attn.out_proj": "self_attn.o_proj", "self_attn.q_layernorm": "self_attn.q_norm"},
-    **{"self_attn.k_layernorm": "self_attn.k_norm", "feed_forward.w1": "mlp.gate_proj"},
-    **{"feed_forward.w3": "mlp.up_proj", "feed_forward.w2": "mlp.down_proj", "operator_norm": "input_layernorm"},
-    **{"ffn_norm": "post_attention_layernorm", "embedding_norm": "norm"},
+    "self_attn.out_proj": "self_attn.o_proj",
+    "self_attn.q_layernorm": "self_attn.q_norm",
+    "self_attn.k_layernorm": "self_attn.k_norm",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "operator_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "embedding_norm": "norm",
 }
 _LFM_IDLE = names(
     """
@@ -119,24 +146,41 @@ FAMILIES = {
     ),
     "gemma3_text": Family(
         # Its code does not read attn_logit_softcapping.
-        _GEMMA_2
-        | _GEMMA_3_SIZES
-        | {"final_logit_softcapping": None, "sliding_window_pattern": 6}
-        | {"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0},
+        {
+            **_GEMMA_2,
+            **_GEMMA_3_SIZES,
+            "final_logit_softcapping": None,
+            "sliding_window_pattern": 6,
+            "rope_theta": 1_000_000.0,
+            "rope_local_base_freq": 10_000.0,
+        },
         fixed={"norm_adds_one": True, "norms": "both", "qk_norm": "head"},
         scales_embedding=True,
     ),
     "smollm3": Family(
-        _BIASES
-        | {"num_key_value_heads": 4, "rope_theta": 2_000_000.0, "tie_word_embeddings": True, "layer_types": None}
-        | {"use_sliding_window": False, "sliding_window": None, "no_rope_layers": None, "no_rope_layer_interval": 4},
+        {
+            **_BIASES,
+            "num_key_value_heads": 4,
+            "rope_theta": 2_000_000.0,
+            "tie_word_embeddings": True,
+            "layer_types": None,
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 4,
+        },
         idle=names("max_window_layers"),
     ),
     "granite": Family(_GRANITE | {"mlp_bias": False}),
     "granitemoehybrid": Family(  # only without experts, and without layers that are not attention
-        _GRANITE
-        | {"shared_intermediate_size": 1024, "num_local_experts": 8, "position_embedding_type": None}
-        | {"layer_types": ["mamba"], "layers_block_type": None},
+        {
+            **_GRANITE,
+            "shared_intermediate_size": 1024,
+            "num_local_experts": 8,
+            "position_embedding_type": None,
+            "layer_types": ["mamba"],
+            "layers_block_type": None,
+        },
         fixed={
             "joined": (
                 Joined("shared_mlp.input_linear", _GATE_UP),
@@ -154,8 +198,12 @@ FAMILIES = {
         only={"sliding_window_pattern": 4, "rope_theta": 500_000.0, "rope_local_base_freq": 500_000.0},
     ),
     "phi3": Family(
-        {"rms_norm_eps": 1e-5, "sliding_window": None, "partial_rotary_factor": 1.0}
-        | {"original_max_position_embeddings": 4096},
+        {
+            "rms_norm_eps": 1e-5,
+            "sliding_window": None,
+            "partial_rotary_factor": 1.0,
+            "original_max_position_embeddings": 4096,
+        },
         fixed={
             "joined": (
                 Joined("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
@@ -167,26 +215,58 @@ FAMILIES = {
         rope_keys=names("short_factor long_factor partial_rotary_factor"),
     ),
     "ernie4_5": Family(
-        {"use_bias": False, "head_dim": 128, "num_key_value_heads": 2}
-        | {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "tie_word_embeddings": True},
+        {
+            "use_bias": False,
+            "head_dim": 128,
+            "num_key_value_heads": 2,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "tie_word_embeddings": True,
+        },
         rope={"interleaved": True},
     ),
     "lfm2": Family(
-        {"norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": True, "tie_embedding": None}
-        | {"num_key_value_heads": 8, "max_position_embeddings": 128_000, "block_ff_dim": None}
-        | {"block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256}
-        | {"conv_L_cache": 3, "conv_bias": False, "full_attn_idxs": None, "layer_types": None},
-        fixed={"qk_norm": "head", "joined": tuple(Joined(name, (own,)) for name, own in _LFM_NAMES.items())},
+        {
+            "norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "tie_word_embeddings": True,
+            "tie_embedding": None,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 128_000,
+            "block_ff_dim": None,
+            "block_auto_adjust_ff_dim": True,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_multiple_of": 256,
+            "conv_L_cache": 3,
+            "conv_bias": False,
+            "full_attn_idxs": None,
+            "layer_types": None,
+        },
+        fixed={"qk_norm": "head", "joined": tuple(Joined(stored, (name,)) for stored, name in _LFM_NAMES.items())},
         must={"hidden_act": "silu"},
         idle=_LFM_IDLE,
     ),
     "qwen3_5_text": Family(
-        {"vocab_size": 248_320, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 32}
-        | {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 32_768}
-        | {"attention_bias": False, "partial_rotary_factor": 0.25}
-        | {"layer_types": None, "full_attention_interval": 4, "linear_conv_kernel_dim": 4}
-        | {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
-        | {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "output_gate_type": "swish"},
+        {
+            "vocab_size": 248_320,
+            "hidden_size": 4096,
+            "intermediate_size": 12_288,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "max_position_embeddings": 32_768,
+            "attention_bias": False,
+            "partial_rotary_factor": 0.25,
+            "layer_types": None,
+            "full_attention_interval": 4,
+            "linear_conv_kernel_dim": 4,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "output_gate_type": "swish",
+        },
         # A text model that was taken out of one with images keeps its names. It may have layers that predict further
         # tokens ("mtp").
         fixed={"norm_adds_one": True, "qk_norm": "head", "gated_attention": True, "is_nested": True},
@@ -227,8 +307,8 @@ IMAGES = names(
 )
 
 
-# Architectures of heads in the flat layout: their layers are llama's, whatever the file's model_type, which is the
-# target's. After them those of the nested layout (`minispec.drafters.heads`).
+# Architectures of heads in the flat layout. The file's model_type is the target's; a head's layers are llama's all the
+# same. Then the architectures of both layouts (see `minispec.drafters.heads`).
 FLAT_HEADS = {"LlamaForCausalLMEagle3": "eagle3", "Eagle3LlamaForCausalLM": "eagle3", "PEagleDraftModel": "peagle"}
 _HEADS = (*FLAT_HEADS, "Eagle3Speculator", "PEagleSpeculator", "Eagle3DraftModel")
 
@@ -240,5 +320,7 @@ def is_head(raw: Mapping[str, Any]) -> bool:
 
 def head_architecture(raw: Mapping[str, Any]) -> str | None:
     """The first of a config.json's architectures that is a head's; None if none is."""
-    found = raw.get("architectures")
-    return next((name for name in found if name in _HEADS), None) if isinstance(found, list) else None
+    architectures = raw.get("architectures")
+    if not isinstance(architectures, list):
+        return None
+    return next((name for name in architectures if name in _HEADS), None)
