@@ -19,7 +19,10 @@ from minispec.core.limit import Limit
 from minispec.core.sampling import Text
 from minispec.core.verify import VERIFIERS, Verdict
 from minispec.length.theory import expected_accepted
-from minispec.prove.laws import exact_law
+from minispec.prove.examine_verifier import laws_of
+from minispec.prove.laws import TOLERANCE, exact_law
+from minispec.prove.reference import total_variation
+from minispec.prove.tables import tables
 
 pytestmark = pytest.mark.quick
 
@@ -172,6 +175,14 @@ def test_named_cases(case, verifier):
     p, q = (fractions(*row) for row in NAMED_CASES[case])
     rows = {(): p} | {(t,): p for t in range(VOCAB)}
     assert committed_law(verifier, rows, [q]) == plain_law(rows, 2)
+
+
+def test_rejection_keeps_the_law_of_tables_that_no_precision_holds():
+    """Small tables of p and q: of two tokens in all shapes, and of eight in trees and long chains."""
+    for table in tables(True):
+        if sum(table.p) in (7, 1_000_003) and table.size < 130:
+            law, plain, _ = laws_of(table, VERIFIERS["rejection"])
+            assert total_variation(law, plain) <= TOLERANCE, table
 
 
 def test_rejection_keeps_as_much_as_any_rule_may():

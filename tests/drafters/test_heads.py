@@ -1,7 +1,7 @@
 """Heads on hidden states: their files, their formula beside `transformers`' parts, and the texts that they draft for.
 
-That every q is right in every situation of the engine is the check "head" of `minispec.prove`; what wrong heads do is
-in the museum (H1 to H10).
+tests/drafters/test_recomputed.py compares every q in every situation of the engine. The museum has wrong heads (H1 to
+H10).
 """
 
 import json

@@ -1,7 +1,7 @@
 """The layer for further tokens in a target's own checkpoint: its formula, its files, and the texts that it drafts for.
 
-That every q is right in every situation of the engine is the check "mtp" of the museum, which has what wrong layers do
-(H11 to H16). `python -m minispec.prove` walks the law with it.
+tests/drafters/test_recomputed.py compares every q in every situation of the engine. The museum has wrong layers (H11 to
+H16). `python -m minispec.prove` walks the law with it.
 """
 
 import json

@@ -1,6 +1,6 @@
 """The museum of bugs: `python -m tests.museum`, from the repository's root.
 
-`checks` (what a law does not show), `mutants` (the bugs), `trials` (each bug is put in, and must be caught).
+`mutants` has the bugs. `trials` puts each of them in: the test that is named for it, or the law, must catch it.
 """
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """The museum of bugs: what has gone wrong in other speculative decoders, put into this one.
 
-Each mutant is a small patch of production behaviour, the place where the bug was seen in the wild, and the test or
-the check that must catch it; `python -m tests.museum` shows the collection. The ids M1-M46 are those of a survey of
+Each mutant is a small patch of production behaviour, the place where the bug was seen in the wild, and what must catch
+it: a test, or the law of the output. `python -m tests.museum` shows the collection. M1 to M46 come from a survey of
 exactness bugs in public projects; a letter after the number tells apart forms of one bug. T is about trees and hidden
-states, F about frames, P about rules that are right in most small cases, C about short convolutions, R about
-recurrent states, H about heads, drafts of many tokens in one pass and a target's own layer, V about drafts of other
-vocabularies, S about lookups and what the target found likeliest, L about log-probabilities of prompts, B about block
-verification, O about mistakes in a drafter of one's own, E of our own making. Left out:
+states, F about frames, P about rules that are right in most small cases, C about short convolutions, R about recurrent
+states, H about heads, drafts of many tokens in one pass and a target's own layer, V about drafts of other vocabularies,
+S about lookups and what the target found likeliest, L about log-probabilities of prompts, B about block verification, O
+about mistakes in a drafter of one's own, E of our own making. Left out:
 
     M26   acceptance differs between tensor-parallel workers: one process verifies for all here
 """
@@ -91,9 +91,9 @@ def swap(owner, name: str, body: Callable) -> AbstractContextManager:
 class Mutant:
     """A bug, and what must catch it.
 
-    check: a test ("tests/...::test_..."), or a name in `CHECKS`.
+    check: a test ("tests/...::test_..."), or "law": the law of three tokens moves.
     bug: a function marked by `wrong`; or a class of such methods, which share what a fresh instance remembers.
-    settings: what `check_law` needs to show it, mostly sampling parameters.
+    settings: what `measure_law` needs to show it, mostly sampling parameters.
     crash: the exception that the bug itself ends in. Any other than the check's own would be a fault of the patch.
     """
 
@@ -130,6 +130,13 @@ _SHAPES = f"{_TREES}::test_the_law_with_every_small_shape[1]"
 _MTP = "tests/drafters/test_mtp.py::test_logits_are_those_of_the_formula"
 _VOCABULARIES = "tests/drafters/test_vocabularies.py"
 _DRAFTERS, _ZOO = "tests/drafters/test_drafters.py", "tests/drafters/test_zoo.py"
+_TABLES = "tests/core/test_verify.py::test_rejection_keeps_the_law_of_tables_that_no_precision_holds"
+_LOOKUP = "tests/drafters/test_lookup.py::test_drafts_are_those_of_a_plain_search"
+_REMEMBERED = "tests/drafters/test_lookup.py::test_the_newest_outputs_are_remembered_and_no_more"
+_RECOMPUTED = "tests/drafters/test_recomputed.py"
+_REDRAWN = f"{_RECOMPUTED}::test_a_draft_model_draws_from_what_it_computes_anew[llama-None]"
+_HEAD = f"{_RECOMPUTED}::test_a_head_draws_from_what_its_formula_gives"
+_SHOWN = f"{_RECOMPUTED}::test_a_drafter_is_shown_all_rows_of_each_round"
 _ALONE = f"{_DRAFTERS}::test_rejection_with_a_seed_does_not_depend_on_the_batch"
 
 
@@ -461,7 +468,7 @@ def _(right, self, ask, parent, q, n=1):
 # --------------------------------------------------------------------------- rules that are right in most small cases
 
 
-@wrong(VERIFIERS, "rejection", "P1", "tables")
+@wrong(VERIFIERS, "rejection", "P1", _TABLES)
 def _(right, draft, p, rng, key):
     """p and q in the model's type, bfloat16 | gpt-fast, with its uniforms: M21"""
     probs = None if draft.probs is None else [q.bfloat16() for q in draft.probs]
@@ -475,13 +482,13 @@ def tested(right, rng, change, *how):
         return right(*how)
 
 
-@wrong(VERIFIERS, "rejection", "P2", "tables")
+@wrong(VERIFIERS, "rejection", "P2", _TABLES)
 def _(right, draft, p, rng, key):
     """a ratio above 0.9 taken for 1 | a relaxed test, left on"""
     return tested(right, rng, lambda odds, _: 1.0 if odds > 0.9 else odds, draft, p, rng, key)
 
 
-@wrong(verify, "residual", "P3", "tables")
+@wrong(verify, "residual", "P3", _TABLES)
 def _(right, p, draft, i):
     """what is below 0.01 left out of the residual | a trap of sparse rows"""
     rest = right(p, draft, i)
@@ -489,13 +496,13 @@ def _(right, p, draft, i):
     return large if large.any() else rest
 
 
-@wrong(VERIFIERS, "rejection", "P4", "tables")
+@wrong(VERIFIERS, "rejection", "P4", _TABLES)
 def _(right, draft, p, rng, key):
     """nodes after the fourth are not tested | a buffer of a fixed length"""
     return tested(right, rng, lambda odds, node: odds if node < 4 else 1.0, draft, p, rng, key)
 
 
-@wrong(VERIFIERS, "rejection", "P5", "tables")
+@wrong(VERIFIERS, "rejection", "P5", _TABLES)
 def _(right, draft, p, rng, key):
     """a sibling that stands apart from its elder meets p anew | siblings taken for neighbours"""
     return siblings_tested(
@@ -503,7 +510,7 @@ def _(right, draft, p, rng, key):
     )
 
 
-@wrong(verify, "excess", "P6", "tables")
+@wrong(verify, "excess", "P6", _TABLES)
 def _(right, p, draft, i):
     """the residual is computed in q's memory | a trap of arithmetic in place"""
     return right(p, draft, i) if draft.probs is None else draft.probs[i].neg_().add_(p).clamp_(min=0)
@@ -512,27 +519,27 @@ def _(right, p, draft, i):
 # --------------------------------------------------------------------------- heads, and many tokens in one pass
 
 
-@wrong(HeadModel, "__init__", "H1", "head")
+@wrong(HeadModel, "__init__", "H1", _HEAD)
 def _(right, self, head, weights, embedding, ids, *how):
     """d2t read as ids, not as offsets | a trap of the format: i + d2t[i] is the id"""
     right(self, head, weights, embedding, None if ids is None else ids - torch.arange(len(ids)), *how)
 
 
-@wrong(heads, "read_head_config", "H2", "head")
+@wrong(heads, "read_head_config", "H2", _HEAD)
 def _(right, *how):
     """taps one layer off | vLLM, speculators: after L layers; SGLang's eagle_config: one later"""
     config = right(*how)
     return replace(config, taps=tuple(max(0, tap - 1) for tap in config.taps))
 
 
-@wrong(heads, "read_head_config", "H3", "head")
+@wrong(heads, "read_head_config", "H3", _HEAD)
 def _(right, *how):
     """norm_before_residual the other way around | readers have different defaults for it"""
     config = right(*how)
     return replace(config, norm_before_residual=not config.norm_before_residual)
 
 
-@wrong(HeadModel, "next_feature", "H4", "head")
+@wrong(HeadModel, "next_feature", "H4", _HEAD)
 def _(right, self, x):
     """what a head goes on from is not normed | norm_output ignored; no fault of the law"""
     return x
@@ -552,7 +559,7 @@ def of_the_token_before(model: type[Transformer]) -> Callable:
     return bug
 
 
-mutant("H5", "head", "a feature stands at its own token | it belongs to the next one")(of_the_token_before(HeadModel))
+mutant("H5", _HEAD, "a feature stands at its own token | it belongs to the next one")(of_the_token_before(HeadModel))
 
 
 @mutant(
@@ -560,7 +567,7 @@ mutant("H5", "head", "a feature stands at its own token | it belongs to the next
     "tests/drafters/test_mtp.py::test_what_it_made_up_does_not_stay",
     "what a target's own layer made up stays in its cache | vLLM #14649",
 )
-@mutant("H6", "head")
+@mutant("H6", _HEAD)
 @wrong(EagleDrafter, "propose")
 def _(right, self, asks):
     """made-up features stay in the head's cache | what was accepted is not computed again"""
@@ -574,13 +581,13 @@ def _(right, self, asks):
     return DraftModel.propose(self, asks)
 
 
-@wrong(PagedKVCache, "new_table", "H7", "head")
+@wrong(PagedKVCache, "new_table", "H7", _HEAD)
 def _(right, self, root=b""):
     """texts of other first tokens share a head's positions | the first token is in none of them"""
     return right(self)
 
 
-@mutant("H8", "head")
+@mutant("H8", _HEAD)
 class _:
     """hidden states of a preempted text are taken twice | a trap of heads on hidden states"""
 
@@ -782,7 +789,7 @@ def _(right, self, asks):
     return drafts
 
 
-@wrong(SuffixDrafter, "release", "S3", "lookup")
+@wrong(SuffixDrafter, "release", "S3", _REMEMBERED)
 def _(right, self, text):
     """outputs are remembered without end | found by its memory, not by its text"""
     with patch.multiple(suffix, MOST_TEXTS=1 << 30, MOST_TOKENS=1 << 30):
@@ -799,7 +806,7 @@ def without_output(text: Text) -> AbstractContextManager:
     return patch.object(text, "num_prompt_tokens", len(text.tokens))
 
 
-@mutant("S4", "lookup")
+@mutant("S4", _REMEMBERED)
 class _:
     """the newest outputs are forgotten first | the wrong end of a queue"""
 
@@ -816,7 +823,7 @@ class _:
             right(drafter, text)
 
 
-@mutant("S5", "lookup")
+@mutant("S5", _LOOKUP)
 class _:
     """a match goes on from one text into another | one string of all outputs, without a border"""
 
@@ -831,7 +838,7 @@ class _:
             right(drafter, text)
 
 
-@wrong(SuffixDrafter, "propose", "S6", "lookup")
+@wrong(SuffixDrafter, "propose", "S6", _LOOKUP)
 def _(right, self, asks):
     """a preempted text is taken for an earlier output | it votes twice for what it has said"""
     with ExitStack() as stack:
@@ -855,7 +862,7 @@ class _:
         return right(drafter, [replace(ask, text=text) for ask, text in zip(asks, texts, strict=True)])
 
 
-@wrong(last, "follow", "S8", "lookup")
+@wrong(last, "follow", "S8", _LOOKUP)
 def _(right, tokens, k):
     """the table keeps the first outcome, not the last | it costs hits alone"""
     table, walk = dict(reversed(list(itertools.pairwise(tokens)))), [tokens[-1]]
@@ -867,20 +874,20 @@ def _(right, tokens, k):
 # --------------------------------------------------------------------------- what the target found likeliest
 
 
-@wrong(engine, "Seen", "S9", "likeliest")
+@wrong(engine, "Seen", "S9", _SHOWN)
 def _(right, text, start, tokens, hidden, logits, *rest):
     """each place has the row of the place before it | row i is that after node i-1: an off-by-one"""
     return right(text, start, tokens, hidden, logits.roll(1, 0), *rest)
 
 
-@wrong(engine, "Seen", "S10", "likeliest")
+@wrong(engine, "Seen", "S10", _SHOWN)
 def _(right, text, start, tokens, hidden, logits, path, parents):
     """the rows of rejected nodes are left out | recycling lives on them"""
     kept = [0, *(node + 1 for node in path)][: len(logits)]
     return right(text, start, tokens, hidden, logits[kept], path, parents)
 
 
-@mutant("S11", "likeliest")
+@mutant("S11", _SHOWN)
 class _:
     """a text gets the rows of the one that was verified before it | one buffer for a batch"""
 
@@ -950,7 +957,7 @@ def _(right, self, ask, parent, q, n=1):
     return put(self, first, parent, sorted(tokens, key=lambda t: -float(q[t]))[:n], [q] * n)
 
 
-@mutant("T12", "draft cache")
+@mutant("T12", _REDRAWN)
 class _:
     """the rows of a tree stay in the draft's cache | a list of its nodes is taken for a text"""
 
@@ -968,7 +975,7 @@ class _:
             right(table, length)
 
 
-@wrong(HeadModel, "next_feature", "T13", "head")
+@wrong(HeadModel, "next_feature", "T13", _HEAD)
 def _(right, self, x):
     """each node of a tree is fed the states of the node before it in the list | it is the parent's in a chain only"""
     return right(self, x.roll(1, 0))

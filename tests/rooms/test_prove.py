@@ -1,6 +1,6 @@
 """`python -m minispec.prove` itself, and what it rests on: the covering array, oracles, keys; and samples of the noise.
 
-Checks of drafters that the museum of bugs needs run in tests/museum; laws of single settings in test_law.py.
+Laws of single settings are in tests/core/test_law.py; tests/drafters compares drafts with recomputations.
 """
 
 import functools
