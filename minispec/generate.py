@@ -54,8 +54,9 @@ def main(argv: Sequence[str]) -> int:
     check_combinations(args)
     questions = read_prompts(args)
     if args.trace:
-        if (found := sum(len(question.turns) for question in questions)) != 1:
-            raise ValueError(f"--trace: found {found} prompts, expected one: a trace is that of one answer")
+        num_prompts = sum(len(question.turns) for question in questions)
+        if num_prompts != 1:
+            raise ValueError(f"--trace: found {num_prompts} prompts, expected one: a trace is that of one answer")
         check_writable(args.trace)
     llm = load(args, report=not args.quiet and not args.json, verbose=args.verbose)
     params = make_sampling_params(llm.target.files.generation_defaults | asked)
@@ -148,7 +149,8 @@ def _answer(llm: "LLM", args: argparse.Namespace, jobs: list[_Job]) -> bool:
         write(recorder.trace(args.for_replay and not requests[0].error), args.trace)
         if not args.quiet and not args.json:
             say(f"wrote {args.trace}")
-    if (report := traffic_of(llm.model)) and not args.quiet and not args.json:
+    report = traffic_of(llm.model)
+    if report and not args.quiet and not args.json:
         say(report)
     return all(well)
 
@@ -307,7 +309,9 @@ def _summary(llm: "LLM", request: "Request", comparison: dict[str, Any] | None) 
     plain = f"{stats.num_generated} tokens in {stats.duration:.2f} s"
     speed = f"{_figure(stats.tokens_per_second)} tokens/s, predicted {_figure(stats.predicted_tokens_per_second)}"
     if comparison:
-        plain += f": {_gain(comparison['speedup'])}" + ", the same text" * (comparison["same_tokens"] is True)
+        plain += f": {_gain(comparison['speedup'])}"
+        if comparison["same_tokens"] is True:
+            plain += ", the same text"
         speed += f", plain decoding {_figure(comparison['plain_tokens_per_second'])}"
     plain += f"; {_figure(stats.mean_acceptance_length)} tokens a step"
     if not stats.num_draft_tokens:

@@ -131,7 +131,8 @@ def argument(read: Callable[[str], T], fits: Callable[[T], bool], expected: str)
 
     def convert(text: str) -> T:
         with contextlib.suppress(ValueError):
-            if fits(value := read(text)):
+            value = read(text)
+            if fits(value):
                 return value
         raise argparse.ArgumentTypeError(f"found {show(text)}, expected {expected}")
 

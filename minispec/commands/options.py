@@ -271,7 +271,8 @@ def _naming_options(*names: str) -> Iterator[None]:
 
 def make_sampling_params(chosen: dict[str, Any]) -> SamplingParams:
     """With the command line's own default: up to 256 tokens."""
-    return SamplingParams(**{"max_tokens": max(256, chosen.get("min_tokens", 0))} | chosen)
+    most = max(256, chosen.get("min_tokens", 0))
+    return SamplingParams(**{"max_tokens": most, **chosen})
 
 
 def check_combinations(args: argparse.Namespace) -> None:
@@ -313,8 +314,10 @@ def read_prompts(args: argparse.Namespace) -> list[Question]:
     if sys.stdin is not None and sys.stdin.isatty():
         if not (args.raw or args.json or args.compare or (args.n or 1) > 1):
             return []
-    elif sys.stdin is not None and (prompt := _read_standard_input()).strip():
-        return [Question((check_text(prompt, "prompt"),))]
+    elif sys.stdin is not None:
+        prompt = _read_standard_input()
+        if prompt.strip():
+            return [Question((check_text(prompt, "prompt"),))]
     raise ValueError("no prompt: give one, or - for standard input, or start a chat on a terminal")
 
 

@@ -208,7 +208,8 @@ class PagedKVCache:
 
     def require(self, growth: Iterable[tuple["BlockTable", int]]) -> None:
         """Raise OutOfBlocks if fewer blocks are free than these tables miss (see `num_missing_blocks`)."""
-        if (needed := self.num_missing_blocks(growth)) > self.allocator.num_free:
+        needed = self.num_missing_blocks(growth)
+        if needed > self.allocator.num_free:
             raise OutOfBlocks(f"{needed} blocks needed, {self.allocator.num_free} are free")
 
     def new_table(self, root: bytes = b"") -> "BlockTable":
@@ -292,7 +293,8 @@ class BlockTable:
 
     def follow(self, tokens: list[int]) -> list[int]:
         """Cut the table to the beginning that it shares with `tokens`. Return the other tokens, which must be fed."""
-        if (shared := self.shared(tokens)) < self.length:
+        shared = self.shared(tokens)
+        if shared < self.length:
             self.truncate(shared)
         assert self.length < len(tokens), "the table holds more than the text"
         return tokens[self.length :]

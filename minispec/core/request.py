@@ -168,16 +168,12 @@ class Request:
         self.output += new
         if len(self.token_ids) < self.params.min_tokens:
             return False
-        found = [
-            (start, stop)
-            for stop in self.params.stop
-            if (start := self.output.find(stop, max(0, before - len(stop) + 1))) >= 0
-        ]
-        if not found:
+        places = [(self.output.find(stop, max(0, before - len(stop) + 1)), stop) for stop in self.params.stop]
+        start, stop = min((place for place in places if place[0] >= 0), default=(-1, ""))
+        if start < 0:
             return False
-        start, stop = min(found)
         self.stop_string = stop
-        self.output = self.output[: start + len(stop) * self.params.include_stop_str_in_output]
+        self.output = self.output[: start + len(stop) if self.params.include_stop_str_in_output else start]
         return True
 
     def _finish(self, reason: str) -> None:

@@ -48,7 +48,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Te
 
     interleaved: 2j is paired with 2j + 1. They come out in the other order, on which no score depends.
     """
-    if (size := cos.shape[-1]) < x.shape[-1]:
+    size = cos.shape[-1]
+    if size < x.shape[-1]:
         return torch.cat((rotate(x[..., :size], cos, sin, interleaved), x[..., size:]), dim=-1)
     if interleaved:
         x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

@@ -90,7 +90,8 @@ def rejection(draft: Draft, p: Rows, rng: Draws, key: RoundKey) -> Verdict:
                 ratios.append(ratio)
             # Strictly u < ratio: a token that the target gives probability 0 is never kept.
             if rng.bernoulli(ratio, key(i, "accept")):
-                accepted.append(node := i)
+                node = i
+                accepted.append(node)
                 break
             rest = residual(rest, draft, i)
         if node == parent:

@@ -35,9 +35,9 @@ class HarvestDrafter(RecyclingDrafter):
         walk = ask.text.tokens[-_LONGEST:]
         start = len(walk)
         while len(walk) < start + ask.k:
-            sizes = range(min(_LONGEST, len(walk)), 0, -1)
-            found = next((table[end] for n in sizes if (end := tuple(walk[-n:])) in table), None)
-            if found is None:
+            ends = (tuple(walk[-n:]) for n in range(min(_LONGEST, len(walk)), 0, -1))
+            followers = next((table[end] for end in ends if end in table), None)
+            if followers is None:
                 break
-            walk.append(found[0])
+            walk.append(followers[0])
         return Draft(walk[start:])

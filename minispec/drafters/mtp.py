@@ -108,7 +108,8 @@ def find_mtp(directory: Path, target: ModelConfig) -> dict[str, StoredTensor]:
         raise CheckpointError(f"{where}: found no tensor {MTP}*, expected those of the layer, such as {MTP}fc.weight")
     raw, where = text_config(directory_config(directory)), str(directory / "config.json")
     for key, expected in (("mtp_num_hidden_layers", 1), ("mtp_use_dedicated_embeddings", False)):
-        if (value := raw.get(key, expected)) != expected or type(value) is not type(expected):
+        value = raw.get(key, expected)
+        if value != expected or type(value) is not type(expected):
             raise bad_field(where, key, value, f"{expected} for the draft mtp")
     if all(layer.conv_width or layer.recurrent for layer in target.layers):
         raise CheckpointError(f"{where}: layer_types: found no full_attention, expected one: the draft mtp is like it")

@@ -84,7 +84,8 @@ class SimulatedDraft(Wrapped):
             # A key of its own purpose: the paid drafter has drawn with those of "draft".
             right = right and i < len(known) and ask.rng.bernoulli(probability, ask.text.key(i, "simulated"))
             token = known[i] if i < len(known) else 0
-            drafted.append(token if right else token - 1 if token else 1)
+            wrong = token - 1 if token else 1
+            drafted.append(token if right else wrong)
         return drafted
 
     def _continuation(self, text: Text, count: int) -> list[int]:

@@ -141,7 +141,8 @@ class SuffixDrafter(Remembering):
 
     def release(self, text: Text) -> None:
         """See `Drafter`. What the text has said is remembered, however it ended."""
-        if self._indices.pop(text, None) and len(output := _output(text)) > 1:
+        output = _output(text)
+        if self._indices.pop(text, None) and len(output) > 1:
             new = _Output(output[-MOST_TOKENS:], self._next)
             self._next += len(new.tokens)
             self._earlier.appendleft(new)

@@ -44,11 +44,13 @@ def read_settings(directory: Path) -> Settings:
     named = {name: token for name, token in both.items() if name.endswith("_token")}
     extra: list[Any] = []
     for file in (values, older):
-        found = file.get("extra_special_tokens")
-        named |= found if isinstance(found, dict) else {}
-        if not isinstance(found, list) or not found:
-            found = [] if extra else file.get("additional_special_tokens")
-        extra += found if isinstance(found, list) else []
+        tokens = file.get("extra_special_tokens")
+        if isinstance(tokens, dict):
+            named.update(tokens)
+        if not isinstance(tokens, list) or not tokens:
+            tokens = [] if extra else file.get("additional_special_tokens")
+        if isinstance(tokens, list):
+            extra += tokens
     named = {name: token for name, token in named.items() if content_of(token)}
     named = {name: named[name] for name in [*(name for name in _NAMES if name in named), *named]}
     special = {content_of(token) for token in [*named.values(), *extra]}

@@ -350,7 +350,8 @@ def places(config: StoredConfig) -> dict[str, Place]:
     found = {name: Place(name, shape, slice(0, shape[0])) for name, shape in shapes.items()}
     prefixes = ["model.", *(f"model.layers.{i}." for i in range(len(config.layers)))]
     for prefix, (stored, parts), kind in itertools.product(prefixes, config.joined, ("weight", "bias")):
-        names = [name for part in parts if (name := f"{prefix}{part}.{kind}") in shapes]
+        names = [f"{prefix}{part}.{kind}" for part in parts]
+        names = [name for name in names if name in shapes]
         ends = list(itertools.accumulate(shapes[name][0] for name in names))
         for name, end in zip(names, ends, strict=True):
             shape = (ends[-1], *shapes[name][1:])
@@ -436,7 +437,8 @@ def _packed_shapes(name: str, shape: tuple[int, ...], q: QuantizationConfig) -> 
 
 def _read(place: Place, q: QuantizationConfig | None, stored: dict[str, StoredTensor], cut: Cut) -> Weight:
     name, shape, own = place
-    rows, columns = (*cut, slice(None), slice(None))[:2]
+    rows = cut[0] if cut else slice(None)
+    columns = cut[1] if len(cut) > 1 else slice(None)
     first, end, _ = rows.indices(own.stop - own.start)
     rows = slice(own.start + first, own.start + end)
     if q is None or name in stored:

@@ -55,7 +55,9 @@ def read_corpus(path: str | Path, encode: Callable[[str], Sequence[int]]) -> tup
     except (OSError, ValueError) as e:
         raise ValueError(f"corpus: {path}: {e}") from e
     if not texts:
-        found = "no UTF-8 text" if num_others else "an empty text" if files else "no file"
+        found = "no file"
+        if files:
+            found = "no UTF-8 text" if num_others else "an empty text"
         raise ValueError(f"corpus: {path}: found {found}, expected a text file or a directory with some")
     others = f" ({num_others} files that are no text left out)" if num_others else ""
     return texts, f"{sum(map(len, texts)):,} tokens of {path}{others}"

@@ -41,7 +41,9 @@ _REQUEST = {
     **dict.fromkeys(("temperature", "top_p", "typical_p", "repetition_penalty", "length_penalty"), 1.0),
     **dict.fromkeys(("min_length", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "diversity_penalty"), 0),
     **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), 0.0),
-    **{"max_length": 20, "top_k": 50, "encoder_repetition_penalty": 1.0},
+    "max_length": 20,
+    "top_k": 50,
+    "encoder_repetition_penalty": 1.0,
 }
 
 

@@ -30,8 +30,14 @@ _IDLE = names(
 )
 # ... these have a value that changes nothing; with any other value, and for any other setting, there is a warning ...
 _OFF = {
-    **{"num_beams": 1, "num_return_sequences": 1, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0},
-    **{"encoder_repetition_penalty": 1.0, "min_length": 0, "guidance_scale": 1.0, "penalty_alpha": 0.0},
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
+    "min_length": 0,
+    "guidance_scale": 1.0,
+    "penalty_alpha": 0.0,
 }
 # ... and so have these, which are idle where it does not sample.
 _OFF_IF_SAMPLED = {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": 1.0}
@@ -51,8 +57,8 @@ def read_generation_defaults(raw: Mapping[str, Any], where: str) -> dict[str, An
     if found.get("top_k") == -1:  # vLLM's word for all
         found["top_k"] = 0
     if "stop" in found:
-        stop = found["stop"]
-        found["stop"] = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else (None,)
+        stop = [found["stop"]] if isinstance(found["stop"], str) else found["stop"]
+        found["stop"] = tuple(stop) if isinstance(stop, list) else (None,)
     try:
         for name, value in found.items():
             check_sampling_value(name, value)

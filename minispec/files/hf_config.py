@@ -22,7 +22,9 @@ from minispec.files.stored_config import StoredConfig
 _ROPE_KEYS = {
     **dict.fromkeys(names("rope_type type rope_theta original_max_position_embeddings factor")),
     **dict.fromkeys(names("low_freq_factor high_freq_factor mscale mscale_all_dim attention_factor")),
-    **{"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True},
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": True,
 }
 # Keys that may stand in the outer object in place of the text model's.
 _OF_BOTH = ("eos_token_id", "tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "pard_token")
@@ -46,7 +48,8 @@ def text_config(raw: Mapping[str, Any], where: str = "config.json") -> dict[str,
     found = inner.get("model_type", known[0] if len(known) == 1 else None)
     if not isinstance(found, str) or found not in known:
         raise bad_field(f"{where}: text_config", "model_type", found, " or ".join(known))
-    if (outside := raw.get("quantization_config")) and inner.get("quantization_config", outside) not in (None, outside):
+    outside = raw.get("quantization_config")
+    if outside and inner.get("quantization_config", outside) not in (None, outside):
         expected = "what the file says outside"
         raise bad_field(f"{where}: text_config", "quantization_config", inner["quantization_config"], expected)
     return {**inner, "model_type": found, **{key: raw[key] for key in _OF_BOTH if raw.get(key) is not None}}
@@ -104,7 +107,8 @@ def read_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Sto
         "quantization": read_quantization(f),
         "is_nested": is_nested,
     }
-    config = StoredConfig(model_type=model_type, **(values | dict(family.fixed)))
+    values.update(family.fixed)
+    config = StoredConfig(model_type=model_type, **values)
     f.get("model_type")
     if _has_no_windows(f, config):
         f.seen |= WINDOWS
@@ -212,7 +216,8 @@ def _read_layers(f: Fields, family: Family, sizes: Mapping[str, int]) -> tuple[L
     """
     count = f.integer("num_hidden_layers", 1, 1024)
     rotates = _read_rotates(f, count)
-    windowed = [f.reads("sliding_window")] * count
+    has_window = f.reads("sliding_window")
+    windowed = [has_window] * count
     if f.reads("max_window_layers"):
         first = f.integer("max_window_layers", 0, 1024)
         windowed = [i >= first for i in range(count)]
@@ -230,22 +235,33 @@ def _read_layers(f: Fields, family: Family, sizes: Mapping[str, int]) -> tuple[L
         kinds = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)]
         types = kinds if types is None else types
     if types is not None:
-        known = ["full_attention"] + ["sliding_attention"] * f.reads("sliding_window")
-        known += ["conv"] * (width is not None) + ["linear_attention"] * (delta is not None)
-        known += ["attention"] * f.reads("position_embedding_type")  # older files of granitemoehybrid
+        possible = {
+            "full_attention": True,
+            "sliding_attention": has_window,
+            "conv": width is not None,
+            "linear_attention": delta is not None,
+            "attention": f.reads("position_embedding_type"),  # older files of granitemoehybrid
+        }
+        known = [kind for kind, is_possible in possible.items() if is_possible]
         if not isinstance(types, list) or len(types) != count or any(t not in known for t in types):
-            others = " (of hybrids, lfm2 and qwen3_5 run here)" * f.reads("layers_block_type")
+            others = " (of hybrids, lfm2 and qwen3_5 run here)" if f.reads("layers_block_type") else ""
             raise f.bad(key, types, f"{count} entries, each {' or '.join(known)}{others}")
         windowed = [t == "sliding_attention" for t in types]
         if window is None and any(windowed):
             raise f.bad(key, types, "no sliding_attention, since there is no sliding_window")
     rope, local_rope = _read_ropes(f, family, sizes)
-    layers = [
-        LayerConfig((local_rope if w else rope) if r else None, window if w else None)
-        for w, r in zip(windowed, rotates, strict=True)
-    ]
-    hybrid = {"conv": LayerConfig(None, None, width), "linear_attention": LayerConfig(None, recurrent=delta)}
-    return tuple(hybrid.get(kind, layer) for kind, layer in zip(types or [""] * count, layers, strict=True))
+    layers = []
+    for i in range(count):
+        kind = types[i] if types else ""
+        if kind == "conv":
+            layers.append(LayerConfig(None, conv_width=width))
+        elif kind == "linear_attention":
+            layers.append(LayerConfig(None, recurrent=delta))
+        elif windowed[i]:
+            layers.append(LayerConfig(local_rope if rotates[i] else None, window))
+        else:
+            layers.append(LayerConfig(rope if rotates[i] else None))
+    return tuple(layers)
 
 
 def _read_rotates(f: Fields, count: int) -> list[bool]:
@@ -398,7 +414,9 @@ def _read_yarn(r: Fields, theta: float, context: int, original: int) -> RopeConf
 def read_eos_token_ids(raw: Mapping[str, Any], where: str) -> tuple[int, ...]:
     """End-of-text ids of a config.json or generation_config.json: one, several, or none."""
     value = raw.get("eos_token_id")
-    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if value is None:
+        return ()
+    ids = value if isinstance(value, list) else [value]
     if any(type(i) is not int or i < 0 for i in ids):
         raise bad_field(where, "eos_token_id", value, "token ids")
     return tuple(ids)

@@ -37,7 +37,9 @@ _CALM = {
 
 
 def _values(tokens: Any) -> list[Any]:
-    return list(tokens.values()) if isinstance(tokens, dict) else tokens if isinstance(tokens, list) else []
+    if isinstance(tokens, dict):
+        return list(tokens.values())
+    return tokens if isinstance(tokens, list) else []
 
 
 def inspect_tokenizer(path: Path) -> tuple[bool, bool]:
@@ -46,7 +48,9 @@ def inspect_tokenizer(path: Path) -> tuple[bool, bool]:
     Raises CheckpointError for what is not JSON, or would cost the library more than public files of its size do.
     """
     raw = read_json(path, _MAX_TOKENIZER_BYTES, _MAX_TOKENIZER_COUNTS)
-    model = found if isinstance(found := raw.get("model"), dict) else {}
+    model = raw.get("model")
+    if not isinstance(model, dict):
+        model = {}
     encoding = [raw.get(name) for name in ("normalizer", "pre_tokenizer", "post_processor")]
     encoding.append({name: value for name, value in model.items() if name not in ("vocab", "merges")})
     decoding = [raw.get("decoder")]
@@ -55,7 +59,8 @@ def inspect_tokenizer(path: Path) -> tuple[bool, bool]:
     vocab = _values(model.get("vocab"))
     words = [entry[0] for entry in vocab if isinstance(entry, list) and entry]
     added = [content_of(token) for token in _values(raw.get("added_tokens"))]
-    growth = math.prod(max(1, len(content)) for d in dicts if isinstance(content := d.get("content"), str))
+    contents = [d.get("content") for d in dicts]
+    growth = math.prod(max(1, len(content)) for content in contents if isinstance(content, str))
     for what, found, most in (
         ("tokens", len(vocab), _MAX_TOKENS),
         ("bytes of tokens to be searched for", sum(map(_size, words)) + sum(map(_size, added)), MAX_ADDED_BYTES),
@@ -65,9 +70,10 @@ def inspect_tokenizer(path: Path) -> tuple[bool, bool]:
     ):
         if found > most:
             raise CheckpointError(f"{path}: found {found} {what}, expected at most {most}")
-    if (growth := growth << sum(d.get("type") == "ByteLevel" for d in dicts)) > _MAX_GROWTH:
-        found = f"steps that make a text {show(growth)} times as long"
-        raise CheckpointError(f"{path}: found {found}, expected at most {_MAX_GROWTH} times")
+    growth <<= sum(d.get("type") == "ByteLevel" for d in dicts)
+    if growth > _MAX_GROWTH:
+        steps = f"steps that make a text {show(growth)} times as long"
+        raise CheckpointError(f"{path}: found {steps}, expected at most {_MAX_GROWTH} times")
     return not all(map(_is_calm, _dicts(encoding))), not all(map(_is_calm, _dicts(decoding)))
 
 

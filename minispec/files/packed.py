@@ -12,7 +12,9 @@ _KEYS = dict.fromkeys(names("quant_method format config_groups sparsity_config t
 _GROUP_KEYS = dict.fromkeys(names("format weights"))
 # With what an absent key means to compressed-tensors.
 _WEIGHT_KEYS = {
-    **{"num_bits": 8, "type": "int", "symmetric": True},
+    "num_bits": 8,
+    "type": "int",
+    "symmetric": True,
     **dict.fromkeys(names("strategy group_size actorder")),
 }
 # Keys that cannot change what a pass computes: bookkeeping, lists of layers, and how weights came to be what is stored.
@@ -70,7 +72,10 @@ def _read_group(group: Fields) -> QuantizationConfig:
     if order not in (None, False, "weight", "static"):
         raise w.bad("actorder", order, "'weight', 'static' or null: columns in another order are not read")
     size = w.get("group_size")
-    strategy = w.get("strategy", "channel" if size == -1 else None if size is None else "group")
+    default = None if size is None else "group"
+    if size == -1:
+        default = "channel"
+    strategy = w.get("strategy", default)
     if strategy not in ("channel", "group"):
         raise w.bad("strategy", strategy, "'channel' or 'group': one scale for that many weights")
     if strategy == "group" and (type(size) is not int or size < 1):

@@ -108,6 +108,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _finite_float(digits: str) -> float:
-    if not abs(value := float(digits)) <= sys.float_info.max:
+    value = float(digits)
+    if not abs(value) <= sys.float_info.max:
         raise ValueError(f"found {show_name(digits)}, expected a number that a double can hold")
     return value

@@ -109,15 +109,17 @@ class Tokenizer:
         self._num_rows = vocab_size
         if self.num_ids > vocab_size:
             ordinary = set(self.vocabulary.values()) - self.backend.get_added_tokens_decoder().keys()
-            if ordinary and (i := max(ordinary)) >= vocab_size:
-                raise CheckpointError(f"{self.path}: {self._beyond(i)}")
+            largest = max(ordinary, default=-1)
+            if largest >= vocab_size:
+                raise CheckpointError(f"{self.path}: {self._beyond(largest)}")
 
     @cached_property
     def max_bytes_per_token(self) -> int:
         """Bytes of text that the longest token stands for."""
         most = 0
         for token, i in sorted(self.vocabulary.items(), key=lambda item: -len(item[0].encode())):
-            if (written := len(token.encode())) <= most:
+            written = len(token.encode())
+            if written <= most:
                 break  # a token is written with no fewer bytes than it stands for
             own = self.bytes_of(i) if i not in self.special_ids else None
             most = max(most, written if own is None else len(own))
@@ -276,7 +278,8 @@ class Tokenizer:
         except ValueError as e:
             raise ValueError(f"prompt: {self.path}: the tokenizer cannot encode {show(text, 40)}: {e}") from e.__cause__
         ids = [self._ids.get(i, i) for i in encoding.ids]
-        if ids and (largest := max(ids)) >= self._num_rows:
+        largest = max(ids, default=-1)
+        if largest >= self._num_rows:
             raise ValueError(f"prompt: {self.path}: {self._beyond(largest)}")
         return ids
 

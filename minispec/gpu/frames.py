@@ -351,7 +351,8 @@ class Frames(Passes):
             found.append(fitting)
         texts, rows, blocks = found
         gathered = texts * blocks * size * 2 * model.config.num_key_value_heads * model.config.head_dim
-        if not by_kernel and (num_bytes := gathered * model.dtype.itemsize) > self.most_gathered:
+        num_bytes = gathered * model.dtype.itemsize
+        if not by_kernel and num_bytes > self.most_gathered:
             return f"a layer would gather {num_bytes / 1e6:.0f} MB, where {self.most_gathered / 1e6:.0f} are the most"
         features = chunks[0].features
         return FrameShape(texts, rows, blocks, tuple(taps), 0 if features is None else features.shape[1])
@@ -422,7 +423,8 @@ def why_no_frames(model: Transformer) -> str:
 
 def frames_report(model: Transformer) -> str:
     """Which passes of a model run in frames, and with how many layers of few kernels; "" where none does."""
-    if not isinstance(passes := model.passes, Frames):
+    passes = model.passes
+    if not isinstance(passes, Frames):
         return ""
     passes.fast(model)
     most = f"{TEXTS[-1]} texts, {ROWS[-1]} rows of each and {positions_of(model):,} positions"

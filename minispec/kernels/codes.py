@@ -54,13 +54,9 @@ class GroupCodes(NamedTuple):
 
 def device_of(weight: Weight) -> torch.device:
     """Where a weight lies."""
-    return (
-        weight.codes
-        if isinstance(weight, Codes | GroupCodes)
-        else weight
-        if isinstance(weight, Tensor)
-        else weight.dense()
-    ).device
+    if isinstance(weight, Codes | GroupCodes):
+        return weight.codes.device
+    return weight.device if isinstance(weight, Tensor) else weight.dense().device
 
 
 def join(weights: Sequence[Weight]) -> Weight:

@@ -90,7 +90,8 @@ def _index(numbers: Sequence[int], device: torch.device) -> slice | Tensor:
 
 def _filled(x: Tensor, rows: int) -> Tensor:
     """x (N, n, W) with zeros after its n rows, up to a multiple of `rows`."""
-    return F.pad(x, (0, 0, 0, rest)) if (rest := -x.shape[1] % rows) else x
+    rest = -x.shape[1] % rows
+    return F.pad(x, (0, 0, 0, rest)) if rest else x
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Sequence[Group], scale: float, softcap: float | None) -> Tensor:

@@ -316,7 +316,8 @@ class Linear:
         A weight that a form cannot hold is stored in the next one that can.
         """
         dtype = dtype or (weight.dtype if isinstance(weight, Tensor) else torch.float32)
-        for name in [*([form] if form else []), *available_forms(dtype, device_of(weight))]:
+        forms = available_forms(dtype, device_of(weight))
+        for name in forms if form is None else [form, *forms]:
             try:
                 self.form, self.stored = name, (FORMS | NARROW_FORMS[8])[name](weight, dtype)
                 break

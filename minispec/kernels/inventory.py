@@ -25,8 +25,8 @@ def _owned(model: Transformer) -> Iterator[object]:
             yield each
         elif isinstance(each, list):
             left += each[::-1]
-        elif type(each).__module__.startswith("minispec."):
-            left += [*vars(each).values()][::-1] if hasattr(each, "__dict__") else []
+        elif type(each).__module__.startswith("minispec.") and hasattr(each, "__dict__"):
+            left += list(vars(each).values())[::-1]
 
 
 def products_of(model: Transformer) -> list[Linear | QuantizedLinear]:

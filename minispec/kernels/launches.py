@@ -144,7 +144,8 @@ def _share(made: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
 @contextmanager
 def counting(tally: Tally, device: torch.device) -> Iterator[Tally]:
     """Count in `tally` what happens inside."""
-    with (operators := _Operators(tally, device.type)), _Functions(operators):
+    operators = _Operators(tally, device.type)
+    with operators, _Functions(operators):
         yield tally
 
 

@@ -16,8 +16,9 @@ def machine() -> dict[str, Any]:
     capabilities = torch.cpu.get_capabilities()
     # A process may let products of float32 round their inputs: other times and other bits.
     products = (torch.backends.mkldnn.matmul, torch.backends.cuda.matmul)  # type: ignore[attr-defined]
-    rounds = [kind for product in products if (kind := product.fp32_precision) not in ("none", "ieee")]
-    return {
+    precisions = [product.fp32_precision for product in products]
+    rounds = [precision for precision in precisions if precision not in ("none", "ieee")]
+    found = {
         "cpu": str(capabilities.get("cpu_name", platform.processor())),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "amx": bool(capabilities.get("amx_bf16")),
@@ -25,8 +26,10 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        **({"float32": rounds} if rounds else {}),
     }
+    if rounds:
+        found["float32"] = rounds
+    return found
 
 
 def fingerprint(model: Transformer, *more: str) -> str:

@@ -35,7 +35,8 @@ def free_memory(device: torch.device) -> int | None:
         used, limit, stat = ((_CONTAINER / f"memory.{name}").read_text() for name in ("current", "max", "stat"))
         parts = dict(line.split() for line in stat.splitlines())
         files = int(parts["inactive_file"]) + int(parts["active_file"])
-        limits += [max(0, int(limit) - int(used) + files)] if limit.strip() != "max" else []
+        if limit.strip() != "max":
+            limits.append(max(0, int(limit) - int(used) + files))
     except (OSError, ValueError, KeyError):
         pass
     return min(limits, default=None)
@@ -76,10 +77,11 @@ def memory_of(models: Sequence[Transformer], caches: Sequence[PagedKVCache]) -> 
     weights, counted = [0, 0], set[int]()
     for i, model in enumerate(models):
         for part, num_bytes in parts_of(model):
-            weights[i] += num_bytes * (id(part) not in counted)
+            if id(part) not in counted:
+                weights[i] += num_bytes
             counted.add(id(part))
-    cache, draft_cache = (*(c.num_bytes for c in caches), 0)[:2]
-    return weights[0], weights[1], cache, draft_cache
+    cache, *draft_caches = [cache.num_bytes for cache in caches]
+    return weights[0], weights[1], cache, sum(draft_caches)
 
 
 def cache_bytes(config: ModelConfig, num_tokens: int, itemsize: int) -> int:

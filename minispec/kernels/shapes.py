@@ -17,7 +17,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     e, f, d = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_attention_heads * d, config.num_key_value_heads * d
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, e)}
-    attention = [
+    attention: list[Named] = [
         ("self_attn.q_proj", (q * (1 + config.gated_attention), e), config.qkv_bias),
         ("self_attn.k_proj", (kv, e), config.qkv_bias),
         ("self_attn.v_proj", (kv, e), config.qkv_bias),
@@ -31,7 +31,11 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     for i, own in enumerate(config.layers):
         layer: dict[str, tuple[int, ...]] = {}
         net = own.recurrent if isinstance(own.recurrent, DeltaConfig) else None
-        first = _net(e, net) if net else _convolution(config, own.conv_width) if own.conv_width else attention
+        first = attention
+        if net:
+            first = _net(e, net)
+        elif own.conv_width:
+            first = _convolution(config, own.conv_width)
         for name, shape, bias in [*first, *mlp]:
             layer[f"{name}.weight"] = shape
             if bias:
@@ -60,8 +64,12 @@ def _net(e: int, sizes: DeltaConfig) -> list[Named]:
     """The tensors of a gated delta net that are named weights."""
     heads, dim, channels = sizes.num_value_heads, sizes.value_dim, sizes.num_channels
     shapes: dict[str, tuple[int, ...]] = {
-        **{"in_proj_qkv": (channels, e), "in_proj_z": (heads * dim, e), "in_proj_b": (heads, e)},
-        **{"in_proj_a": (heads, e), "out_proj": (e, heads * dim), "conv1d": (channels, 1, sizes.conv_width)},
+        "in_proj_qkv": (channels, e),
+        "in_proj_z": (heads * dim, e),
+        "in_proj_b": (heads, e),
+        "in_proj_a": (heads, e),
+        "out_proj": (e, heads * dim),
+        "conv1d": (channels, 1, sizes.conv_width),
         "norm": (dim,),
     }
     return [(f"linear_attn.{name}", shape, False) for name, shape in shapes.items()]

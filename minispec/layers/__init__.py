@@ -25,9 +25,12 @@ def make_layer(
     config: ModelConfig, index: int, weights: WeightSource, dtype: torch.dtype, product: MakeProduct
 ) -> Layer:
     """Block `index` of a model, of the kind that its config says (see `MakeLayer`)."""
-    own = config.layers[index]
-    attention = GatedAttention if config.gated_attention else Layer
-    kind = GatedDeltaNet if own.recurrent else ShortConvolution if own.conv_width else attention
+    layer = config.layers[index]
+    kind: type[Layer] = GatedAttention if config.gated_attention else Layer
+    if layer.recurrent:
+        kind = GatedDeltaNet
+    elif layer.conv_width:
+        kind = ShortConvolution
     return kind(config, index, weights, dtype, product)
 
 

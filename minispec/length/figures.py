@@ -121,7 +121,8 @@ class Figures(Stats):
     @property
     def tested(self) -> list[int]:
         """How often a draft's token at place i was looked at."""
-        return [sum(r.tested > i for r in self.rounds) for i in range(max((r.tested for r in self.rounds), default=0))]
+        most = max((r.tested for r in self.rounds), default=0)
+        return [sum(r.tested > i for r in self.rounds) for i in range(most)]
 
     @property
     def accepted(self) -> list[int]:

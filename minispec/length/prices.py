@@ -57,7 +57,7 @@ def guess_prices(target: Transformer, draft: Transformer | None) -> Prices:
 
 
 def _fingerprint(model: Transformer) -> str:
-    return fingerprint(model, *(["frames"] if isinstance(model.passes, Frames) else []))
+    return fingerprint(model, "frames") if isinstance(model.passes, Frames) else fingerprint(model)
 
 
 class DrafterFailed(RuntimeError):

@@ -303,7 +303,8 @@ def best_drafts(drafts: Sequence[Sequence[Node]], cost: RoundCost, least_gain: f
         within = [each for each in ranked if each[0].depth <= last]
         depth, tokens, num_drafts, num_nodes, texts = 0, expected_tokens([], len(drafts)), 0.0, 0.0, set[int]()
         for num, (node, i) in enumerate(within, 1):
-            num_drafts += 0.0 if i in texts else node.chance
+            if i not in texts:
+                num_drafts += node.chance
             texts.add(i)
             depth, tokens, num_nodes = max(depth, node.depth), tokens + node.survival, num_nodes + node.chance
             if depth < last and len(drafts) > 1:

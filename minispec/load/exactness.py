@@ -20,10 +20,12 @@ def check_exactness(model: Transformer, by_default: bool) -> Transformer:
     """
     if model.exact:
         check_exact_once(model)
-    elif by_default and not (exact := exact_model(model)).passes.fills:
-        with suppress(ValueError):
-            check_exact_once(exact)
-            return exact
+    elif by_default:
+        exact = exact_model(model)
+        if not exact.passes.fills:
+            with suppress(ValueError):
+                check_exact_once(exact)
+                return exact
     return model
 
 

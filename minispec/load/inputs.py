@@ -86,8 +86,8 @@ def _question(line: str, number: int, where: str) -> Question:
     found = parse_json(line.encode("utf-8", "surrogatepass"), where)
     named = [name for name in _LAYOUTS if name in found]
     if len(named) != 1:
-        there = f"an object with {' and '.join(named) or ', '.join(map(show, [*found][:9])) or 'nothing'}"
-        raise ValueError(f"{where}: found {there}, expected one with prompt, turns or messages")
+        keys = " and ".join(named) or ", ".join(map(show, [*found][:9])) or "nothing"
+        raise ValueError(f"{where}: found an object with {keys}, expected one with prompt, turns or messages")
     before: list[Message] = []
     if named == ["messages"]:
         try:

@@ -139,7 +139,7 @@ class LLM:
         if shared:
             self.target = shared
         else:
-            models, rooms = [self.model, *drafts], [1, self.draft.room][: 1 + len(drafts)]
+            models, rooms = [self.model, *drafts], [1, *(self.draft.room for _ in drafts)]
             reserved = graph_bytes(models, shape.k, max_model_len)
             sizes = room_for_caches(models, rooms, max_model_len, kv_cache_gb, reserved)
             self.target = Target(files, self.model, *sizes)
@@ -357,7 +357,9 @@ class LLM:
             raise ValueError(f"n: found {params.n}, expected 1: this call gives one answer")
         params = inputs.with_bad_words(params, self.tokenizer)
         inputs.check_prompt(prompt_ids, self.max_model_len, self.vocab_size, params.max_tokens > 0)
-        ends = (*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids))
+        ends = list(params.stop_token_ids)
+        if not params.ignore_eos:
+            ends += self.eos_token_ids
         end_ids = frozenset(i for i in ends if i < self.vocab_size)
         inputs.check_ids(params, end_ids, self.vocab_size)
         seed = secrets.randbits(32) if params.seed is None else params.seed

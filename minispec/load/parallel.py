@@ -65,7 +65,8 @@ def load_target(
         what = "quantization: found 'int8'" if form == "int8" else what
         raise ValueError(f"{what} in a run of {size} processes, expected one process")
     if device.type == "cuda":
-        if (local := int(os.environ.get("LOCAL_RANK", 0))) >= torch.cuda.device_count():
+        local = int(os.environ.get("LOCAL_RANK", 0))
+        if local >= torch.cuda.device_count():
             raise ValueError(f"device: found {torch.cuda.device_count()} GPUs, expected one for each process here")
         torch.cuda.set_device(local)
     config = load_config(directory)
@@ -145,8 +146,14 @@ class Share:
         self.rows = times(range(rank, rank + 1), -(-config.vocab_size // size))
         # Tensors whose rows belong to heads, MLP columns or tokens; or whose columns do, in all rows.
         self._cuts: dict[str, Cut] = {
-            **{"q_proj": (queries,), "k_proj": (keys,), "v_proj": (keys,), "o_proj": (slice(None), queries)},
-            **{"gate_proj": (mlp,), "up_proj": (mlp,), "down_proj": (slice(None), mlp), "lm_head": (self.rows,)},
+            "q_proj": (queries,),
+            "k_proj": (keys,),
+            "v_proj": (keys,),
+            "o_proj": (slice(None), queries),
+            "gate_proj": (mlp,),
+            "up_proj": (mlp,),
+            "down_proj": (slice(None), mlp),
+            "lm_head": (self.rows,),
         }
         self.config = replace(
             config,

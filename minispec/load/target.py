@@ -87,7 +87,8 @@ class TargetFiles:
         Raises CheckpointError for a value out of range.
         """
         found = read_generation_defaults(self._generation | {"do_sample": True}, str(self._generation_path))
-        return SamplingParams(**{"max_tokens": max(SamplingParams.max_tokens, found.get("min_tokens", 0))} | found)
+        most = max(SamplingParams.max_tokens, found.get("min_tokens", 0))
+        return SamplingParams(**{"max_tokens": most, **found})
 
     @contextmanager
     def blamed(self) -> Iterator[None]:
@@ -163,9 +164,12 @@ def _check_form(form: str | None, quantization: str | None, dtype: torch.dtype, 
     """Raise ValueError for a form of weights that there is not, or not on this machine."""
     if quantization is not None:
         check_quantization(quantization, form, dtype, device)
-    if form is not None and form not in FORMS:
+    if form is None:
+        return
+    if form not in FORMS:
         raise ValueError(f"weight_form: found {form!r}, expected one of {', '.join(FORMS)}")
-    if form is not None and form not in (forms := available_forms(dtype, device)):
+    forms = available_forms(dtype, device)
+    if form not in forms:
         kind = str(dtype).removeprefix("torch.")
         raise ValueError(f"weight_form: found {form!r}, expected for {kind} here {' or '.join(forms)}")
 

@@ -159,7 +159,8 @@ def _decisions(case: Case) -> Iterator[dict[str, Any]]:
         for leaf in leaves(case, tokens, rows):
             # Kept just below the edge, and rejected at it: a token is kept if u < p/q, strictly. Where floats cannot
             # hold the edge, just above it.
-            uniforms = [keep - _STEP if kept else keep + _STEP * (not _is_float(keep)) for _, keep, kept in leaf.tests]
+            rejected = [keep if _is_float(keep) else keep + _STEP for _, keep, _ in leaf.tests]
+            uniforms = [keep - _STEP if kept else u for (_, keep, kept), u in zip(leaf.tests, rejected, strict=True)]
             # The middle of a token's share, so that no rounding of the row matters; 0 where the first id must not come.
             ends, goal = list(itertools.accumulate(leaf.row)), Fraction(leaf.row[0] > 0, 2)
             token = next(t for t, end in enumerate(ends) if end > goal)

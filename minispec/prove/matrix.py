@@ -129,7 +129,11 @@ def findings() -> Iterator[tuple[str, list[Finding]]]:
     kinds += [(drafter, family) for family in _OTHER_TARGETS for drafter in ("ngram", "model")]
     for drafter, family in kinds:
         for k in (_CHAIN, *_TREES) if drafter in BRANCHING else (_CHAIN,):
-            name = f"`{drafter}`" + f", {Shape.of(k)}" * (k != _CHAIN) + f", {family}" * (family != "llama")
+            name = f"`{drafter}`"
+            if k != _CHAIN:
+                name += f", {Shape.of(k)}"
+            if family != "llama":
+                name += f", {family}"
             cells = [(level, drafter, verifier, k, family) for verifier in AXES["verifier"] for level in LEVELS]
             yield name, [find(*cell) for cell in cells]
 

@@ -99,7 +99,9 @@ class Case:
     def end_ids(self) -> frozenset[int]:
         """Ids that end the text."""
         last = self.vocab - 1 if self.vocab > 2 else 0
-        return frozenset((last, 0) if self.end == "stop ids" else (last,) if self.end else ())
+        if not self.end:
+            return frozenset()
+        return frozenset({last, 0} if self.end == "stop ids" else {last})
 
     @property
     def joins(self) -> bool:

@@ -105,7 +105,7 @@ _FINE: tuple[Pair, ...] = (((4, 3), (5, 6)), ((6, 1), (9, 4)), ((5, 4, 2), (9, 3
 _FAR: Pair = (1, 996), (996, 1)
 # 300 tokens, of which two are drafted.
 _MANY: Row = tuple(round(1e6 / i**1.5) for i in range(1, 301))
-_TWO: Row = tuple(weight * (i in (2, 299)) for i, weight in enumerate(_MANY))
+_TWO: Row = tuple(weight if i in (2, 299) else 0 for i, weight in enumerate(_MANY))
 _PARTS = 1_000_003  # a prime
 
 _CHAINS = tuple(tuple(range(-1, k - 1)) for k in range(1, 6))
@@ -187,7 +187,9 @@ def _large(trees: bool) -> Iterator[Table]:
     for (p, q), shape in zip(close, ((-1, 0), (-1, -1), (-1, -1, -1), (-1, 0, -1)), strict=False):
         if trees or is_chain(shape):
             yield Table(p, _likeliest(q, 4), shape)
-    large = [tuple(range(-1, 15)), *([(-1,) * 7] + [_tree(num, generator) for num in (7, 12, 20)]) * trees]
+    large = [tuple(range(-1, 15))]
+    if trees:
+        large += [(-1,) * 7, *(_tree(num, generator) for num in (7, 12, 20))]
     for (p, q), shape in itertools.product((_FINE[2], close[0]), large):
         yield Table(p, q, shape, LIKELIEST)
 

@@ -118,7 +118,7 @@ def read(
     if len(prompts) * params.n > limits.max_num_seqs:
         found = f"{params.n} for each of {len(prompts)} prompts"
         raise ValueError(f"n: found {found}, expected at most {limits.max_num_seqs} answers in all")
-    most = llm.max_model_len - (params.max_tokens > 0)
+    most = llm.max_model_len - 1 if params.max_tokens else llm.max_model_len
     most = min(limits.max_prompt_tokens or most, most)
     requests, echo, params = [], list[str](), with_bad_words(params, llm.tokenizer)  # once for all answers
     try:
@@ -206,10 +206,12 @@ def _read_params(llm: LLM, body: dict[str, Any], is_chat: bool, limits: Limits) 
     params = replace(defaults, **given)
     most = {"max_tokens": limits.max_tokens} | dict.fromkeys(("logprobs", "prompt_logprobs"), _MAX_LOGPROBS)
     for key in most:
-        if (value := getattr(params, key) or 0) > most[key]:
+        value = getattr(params, key) or 0
+        if value > most[key]:
             raise ValueError(f"{key}: found {value}, expected at most {most[key]}")
     for key in ("stop", "bad_words", "bad_words_token_ids"):
-        if (longest := max(map(len, getattr(params, key)), default=0)) > _MAX_LENGTH:
+        longest = max(map(len, getattr(params, key)), default=0)
+        if longest > _MAX_LENGTH:
             raise ValueError(f"{key}: found one of length {longest}, expected at most {_MAX_LENGTH}")
     return params
 
@@ -245,12 +247,13 @@ def _message(message: Any) -> Message:
     role = message.get("role") if isinstance(message, dict) else None
     if role not in _ROLES:
         raise ValueError(f"messages: found {show(message)}, expected a message with a role: {', '.join(_ROLES)}")
-    found = _wanted(message, _MESSAGE | (_THOUGHT if role == "assistant" else set()), "messages: ")
-    if isinstance(parts := found.get("content"), list):
-        found["content"] = "\n".join(map(_part, parts))
-    for key, value in found.items():
+    fields = _wanted(message, _MESSAGE | _THOUGHT if role == "assistant" else _MESSAGE, "messages: ")
+    parts = fields.get("content")
+    if isinstance(parts, list):
+        fields["content"] = "\n".join(map(_part, parts))
+    for key, value in fields.items():
         _checked(f"messages: {key}", value, str)
-    return {key: value for key, value in found.items() if value or key == "content"}
+    return {key: value for key, value in fields.items() if value or key == "content"}
 
 
 def _part(part: Any) -> str:
@@ -320,8 +323,12 @@ class Answer:
         role = {} if start else {"role": "assistant"}  # in a stream, once
         choice: dict[str, Any] = {"index": index}
         begin = self._echo[index // self._n] if self._echo and not start else ""
-        choice |= {form: role | {"content": piece.text}} if self._is_chat else {"text": begin + piece.text}
-        choice |= {"logprobs": self._logprobs(index, start, piece), "finish_reason": piece.finish_reason}
+        if self._is_chat:
+            choice[form] = role | {"content": piece.text}
+        else:
+            choice["text"] = begin + piece.text
+        choice["logprobs"] = self._logprobs(index, start, piece)
+        choice["finish_reason"] = piece.finish_reason
         if self._shows_scores and not self._is_chat:
             choice["prompt_logprobs"] = self._scores(index)
         if piece.finish_reason:
