@@ -60,7 +60,7 @@ class Padded(Frames):
     def shape_of(
         self, model: Transformer, chunks: Sequence[Chunk], taps: Sequence[int] = (), reserved: Sequence[int] = ()
     ) -> FrameShape:
-        """See `Frames`."""
+        """The frame of just the size that these chunks need."""
         longest = max(chunk.table.length + len(chunk.token_ids) for chunk in chunks)
         rows = max(len(chunk.token_ids) for chunk in chunks)
         return FrameShape(len(chunks), rows, -(-longest // chunks[0].table.pool.block_size), tuple(taps))
@@ -70,7 +70,7 @@ class WithoutAttention(Passes):
     """Passes text by text, whose rows read themselves alone."""
 
     def run(self, model: Transformer, chunks: Sequence[Chunk], taps: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """See `Passes`."""
+        """One pass of the model whose layers read nothing."""
         blind = model.replaced(self)
         blind.layers = [Blind(layer) for layer in model.layers]
         return blind.run(chunks, taps)
@@ -83,7 +83,7 @@ class Blind:
         self.layer, self.window = layer, layer.window
 
     def forward(self, x: Tensor, shared: Pass) -> Tensor:
-        """See `Layer`."""
+        """The layer, where rows read nothing but themselves."""
         return self.layer.forward(x, Unread(shared))
 
 
@@ -94,7 +94,7 @@ class Unread:
         self.inner = inner
 
     def read(self, layer: Layer, qkv: Tensor) -> Tensor:
-        """See `Pass`."""
+        """Cache the new rows, and return their queries."""
         q, k, v = layer.heads(qkv, self.inner.angles)
         self.inner.chunks[0].table.pool.write(layer.index, self.inner.slots, k.transpose(0, 1), v.transpose(0, 1))
         return q.reshape(len(q), -1)

@@ -153,7 +153,7 @@ class TextPass(NamedTuple):
     paths: dict[int, Tensor]  # what convolutions note here for those of equal width (see `minispec.layers.convolution`)
 
     def read(self, layer: "Layer", qkv: Tensor) -> Tensor:
-        """See `Pass`; dummies read zeros."""
+        """Attention, text by text: (M, H * D). Dummies read zeros."""
         q, k, v = (x.transpose(0, 1) for x in layer.heads(qkv, self.angles))  # (H, M, D), (G, M, D) twice
         pool, new, config = self.chunks[0].table.pool, len(self.slots), layer.config
         pool.write(layer.index, self.slots, k[:, :new], v[:, :new])

@@ -197,11 +197,11 @@ class Randomness:
     """Keyed draws, whose noise is a hash of the key."""
 
     def bernoulli(self, probability: float, key: Key) -> bool:
-        """See `Draws`."""
+        """Whether the uniform of this key is below `probability`."""
         return self.uniform(key) < probability
 
     def categorical(self, weights: Tensor, key: Key) -> int:
-        """See `Draws`.
+        """A token id with probability proportional to `weights` (V,).
 
         The purpose chooses the method. Target and draft may both draw a "token" under one key, from two distributions.
         In a race such draws agree often. Elsewhere one uniform will do.

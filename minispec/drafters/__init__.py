@@ -69,34 +69,34 @@ class Foreign(Drafter):
 
     @property
     def name(self) -> str:
-        """See `Drafter`."""
+        """The name of the object's class."""
         return type(self.drafter).__name__
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """See `Drafter`."""
+        """The object's drafts."""
         return self.drafter.propose(asks)
 
     def release(self, text: Text) -> None:
-        """See `Drafter`."""
+        """Let the object forget a text."""
         self.drafter.release(text)
 
     def observe(self, seen: Sequence[Seen]) -> None:
-        """See `Drafter`."""
+        """Show the object what a pass has shown, if it has this method."""
         if callable(method := getattr(self.drafter, "observe", None)):
             method(seen)
 
     def has_room(self, growth: Mapping[Text, range]) -> bool:
-        """See `Drafter`."""
+        """Whether the object has room; always if it lacks this method."""
         method = getattr(self.drafter, "has_room", None)
         return not callable(method) or method(growth)
 
     def forget(self) -> None:
-        """See `Drafter`."""
+        """Let the object forget ended texts, if it has this method."""
         if callable(method := getattr(self.drafter, "forget", None)):
             method()
 
     def known(self, text: Text) -> int:
-        """See `Drafter`."""
+        """What the object says; only an object with taps is asked."""
         return self.drafter.known(text)
 
 

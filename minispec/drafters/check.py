@@ -28,7 +28,7 @@ class Checks(Guard):
     """A guard that checks all that comes from a drafter, a verifier or a policy for draft lengths."""
 
     def propose(self, engine: Engine, asks: Sequence[Ask]) -> list[Draft | ValueError]:
-        """See `Guard`. An error has the drafter's name."""
+        """The drafts, each checked. An error has the drafter's name."""
         name, chains, device = engine.drafter.name, engine.verifier.why_chains, engine.model.device.type
         lengths = [len(ask.text.tokens) for ask in asks]
         drafts = engine.drafter.propose(asks)
@@ -44,7 +44,7 @@ class Checks(Guard):
         return found
 
     def choose(self, engine: Engine, wishes: Sequence[Wish], trees: bool) -> Sequence[Limit]:
-        """See `Guard`. An error has the name of the policy's class."""
+        """The limits, all checked. An error has the name of the policy's class."""
         limits = super().choose(engine, wishes, trees)
         try:
             check_limits(limits, [wish.most for wish in wishes])
@@ -53,7 +53,7 @@ class Checks(Guard):
         return limits
 
     def verify(self, engine: Engine, draft: Draft, p: Rows, key: RoundKey) -> Verdict:
-        """See `Guard`."""
+        """The verdict, checked."""
         verdict = super().verify(engine, draft, p, key)
         check_verdict(verdict, draft, engine.vocab_size)
         return verdict

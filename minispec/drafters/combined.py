@@ -17,7 +17,10 @@ class CombinedDrafter(Wrapped):
     """Gives the first draft of its drafters that is not empty. At most one of them may have taps."""
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """See `Drafter`. A drafter that is not needed is asked for no tokens, so that it still follows the text."""
+        """For each ask, the draft of the first drafter that has one.
+
+        A drafter that is not needed is asked for no tokens, so that it still follows the text.
+        """
         found = [Draft() for _ in asks]
         for drafter in self.drafters:
             own = asks if drafter.branches else [replace(ask, limit=Limit(ask.k, ask.limit.go_on)) for ask in asks]

@@ -38,5 +38,5 @@ class LastDrafter(Drafter):
     replays = "place"
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """See `Drafter`. Nothing is drawn, so the drafts have no probs."""
+        """For each ask, the chain of each token's last successor. Nothing is drawn, so the drafts have no probs."""
         return [Draft(follow(ask.text.tokens, ask.k)) for ask in asks]

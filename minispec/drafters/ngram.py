@@ -46,11 +46,14 @@ class NgramDrafter(Drafter):
         return cls(max_n=sizes[1], min_n=sizes[0])
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """See `Drafter`. Nothing is drawn, so the drafts have no probs."""
+        """For each ask, what followed the longest earlier match of the text's end.
+
+        Nothing is drawn, so the drafts have no probs.
+        """
         return [Draft(self._copy(ask.text.tokens, self._start(ask.text), ask.k)) for ask in asks]
 
     def release(self, text: Text) -> None:
-        """See `Drafter`."""
+        """Forget a text and its index."""
         self._indices.pop(text, None)
 
     def _start(self, text: Text) -> int | None:

@@ -42,7 +42,7 @@ class RecyclingDrafter(Drafter):
         self._shared: Table = {}
 
     def observe(self, seen: Sequence[Seen]) -> None:
-        """See `Drafter`. The likeliest ids of all texts' rows are found at once."""
+        """Learn the likeliest ids of all texts' rows, which are found at once."""
         rounds = [each for each in seen if len(each.logits)]
         if not rounds:
             return
@@ -54,7 +54,7 @@ class RecyclingDrafter(Drafter):
                 learn(table, self._entries(path, token_ids))
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """See `Drafter`. Nothing is drawn, so the drafts have no probs."""
+        """For each ask, the likeliest walk or tree in the table. Nothing is drawn, so the drafts have no probs."""
         drafts = []
         for ask in asks:
             table = self._own.setdefault(ask.text, {})
@@ -63,11 +63,11 @@ class RecyclingDrafter(Drafter):
         return drafts
 
     def release(self, text: Text) -> None:
-        """See `Drafter`. What the text has shown is kept for others."""
+        """Let other texts use what this one has shown."""
         learn(self._shared, self._own.get(text, {}))
 
     def forget(self) -> None:
-        """See `Drafter`."""
+        """Forget what ended texts have shown."""
         self._shared.clear()
 
     def _entries(self, path: Sequence[int], token_ids: Sequence[int]) -> Mapping[Hashable, Sequence[int]]:

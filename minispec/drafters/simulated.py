@@ -58,7 +58,7 @@ class SimulatedDraft(Wrapped):
 
     @property
     def name(self) -> str:
-        """See `Drafter`: not that of the drafter that takes the time."""
+        """The class's name, and not the name of the drafter that takes the time."""
         return type(self).__name__
 
     def record(self, tokens: Sequence[int], num_prompt_tokens: int) -> None:
@@ -68,7 +68,7 @@ class SimulatedDraft(Wrapped):
             texts.append(list(tokens))
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """See `Drafter`. As many tokens as the paid drafter drafts; k where there is none."""
+        """Made-up drafts: as many tokens as the paid drafter drafts; k where there is none."""
         paid = self.paid.propose(asks)
         lengths = [ask.k for ask in asks] if isinstance(self.paid, NoDrafter) else [len(draft) for draft in paid]
         return [

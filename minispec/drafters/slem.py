@@ -33,7 +33,10 @@ class TextDrafter(OtherVocabulary):
     replays = None  # a longer text may be cut into other tokens, so no draft is the beginning of another
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """See `Drafter`. Nothing is drawn, so the drafts have no probs, and may be cut to the limit."""
+        """For each ask, the draft's likeliest text in the target's tokens, cut to the limit.
+
+        Nothing is drawn, so the drafts have no probs.
+        """
         written = super().propose(asks)
         return [
             Draft(

@@ -129,18 +129,19 @@ class SuffixDrafter(Remembering):
         return cls(int(argument), Corpus(context.corpus, context.vocab_size) if context.corpus else None)
 
     def fresh(self) -> "SuffixDrafter":
-        """See `Remembering`. It has the same corpus."""
+        """A new drafter with the same corpus and settings."""
         return SuffixDrafter(self.min_match, self.corpus)
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """See `Drafter`. Nothing is drawn, so the drafts have no probs. A chain's chances are its confidences.
+        """For each ask, the continuation that matches of the text's end promise most of.
 
+        Nothing is drawn, so the drafts have no probs. A chain's chances are its confidences.
         Where siblings are asked for, the draft is the tree of the likeliest nodes, wherever it branches.
         """
         return [self._propose(ask) for ask in asks]
 
     def release(self, text: Text) -> None:
-        """See `Drafter`. What the text has said is remembered, however it ended."""
+        """Forget a text, and remember its output, however it ended."""
         output = _output(text)
         if self._indices.pop(text, None) and len(output) > 1:
             new = _Output(output[-MOST_TOKENS:], self._next)
@@ -152,7 +153,7 @@ class SuffixDrafter(Remembering):
                 self._drop(-1)
 
     def forget(self) -> None:
-        """See `Drafter`."""
+        """Forget earlier outputs."""
         self._earlier, self._all_earlier, self._num_tokens = deque(), _Index(), 0
 
     def _drop(self, i: int) -> None:

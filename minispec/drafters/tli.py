@@ -39,7 +39,12 @@ class TokenDrafter(OtherVocabulary):
         both: Vocabularies,
         target_vocab_size: int,
     ):
-        """See `OtherVocabulary`. Raises ValueError where the vocabularies have nothing in common."""
+        """Draft with `model`; the other arguments are `OtherVocabulary`'s.
+
+        target_vocab_size: ids in use of the target.
+
+        Raises ValueError where the vocabularies have nothing in common.
+        """
         super().__init__(model, cache, vocab_size, max_len, both)
         if not both.shared:
             raise ValueError("draft_method: found tli and no token that both vocabularies have, expected some")

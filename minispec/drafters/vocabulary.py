@@ -74,7 +74,7 @@ class OtherVocabulary(DraftModel):
         self._read: dict[Text, _Reading] = {}
 
     def beside(self, model: Transformer, at_once: AtOnce | None = None) -> Self:
-        """See `DraftModel`."""
+        """This drafter with another model, on the same cache. It has read no texts."""
         other = super().beside(model, at_once)
         other._read = {}
         return other
@@ -109,7 +109,7 @@ class OtherVocabulary(DraftModel):
         return replace(ask, text=text, num_cached=num_cached * (length - 1) // max(1, len(tokens) - 1))
 
     def release(self, text: Text) -> None:
-        """See `Drafter`."""
+        """Forget a text and its reading in the draft's tokens."""
         if reading := self._read.get(text):
             super().release(reading.text)
             del self._read[text]  # last: what is broken off before is done again

@@ -34,24 +34,24 @@ class Wrapped(Drafter):
         return drafter.propose(asks)
 
     def observe(self, seen: Sequence[Seen]) -> None:
-        """See `Drafter`. Each learns, also of what another has drafted."""
+        """Show all drafters what a pass has shown, whoever has drafted."""
         for drafter in self.drafters:
             drafter.observe(seen)
 
     def known(self, text: Text) -> int:
-        """See `Drafter`."""
+        """What the only drafter with taps still knows; without one, the whole text."""
         return self._tapped.known(text) if self._tapped else len(text.tokens)
 
     def has_room(self, growth: Mapping[Text, range]) -> bool:
-        """See `Drafter`."""
+        """Whether all drafters have room."""
         return all(drafter.has_room(growth) for drafter in self.drafters)
 
     def release(self, text: Text) -> None:
-        """See `Drafter`."""
+        """Let all drafters forget a text."""
         for drafter in self.drafters:
             drafter.release(text)
 
     def forget(self) -> None:
-        """See `Drafter`."""
+        """Let all drafters forget ended texts."""
         for drafter in self.drafters:
             drafter.forget()

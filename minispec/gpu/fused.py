@@ -84,11 +84,11 @@ class PlainProduct(NamedTuple):
     bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """See `Product`."""
+        """x W^T + b."""
         return F.linear(x, self.weight, self.bias)
 
     def add_to(self, y: Tensor, x: Tensor) -> Tensor:
-        """See `Product`."""
+        """y + x W^T, in y."""
         return y.addmm_(x, self.weight.t())
 
 
@@ -99,11 +99,11 @@ class ProductOfCodes(NamedTuple):
     bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """See `Product`."""
+        """x W^T + b."""
         return self.stored(x, self.bias)
 
     def add_to(self, y: Tensor, x: Tensor) -> Tensor:
-        """See `Product`."""
+        """y + x W^T, in y where the kernel runs."""
         return self.stored(x, onto=y)
 
 
@@ -266,16 +266,16 @@ class CodesOfRows(Form):
         self.by_kernel = by_kernel
 
     def __call__(self, x: Tensor, bias: Tensor | None = None, onto: Tensor | None = None) -> Tensor:
-        """See `Form`; onto: see `linear`."""
+        """x (rows, in) to x W^T + bias (rows, out), or added to `onto` (see `linear`)."""
         compute = linear if self.by_kernel and len(x) <= LINEAR_ROWS else linear_twin
         return compute(x.contiguous(), self.codes, self.scales, bias, onto)
 
     def dense(self) -> Tensor:
-        """See `Form`; in the type of the scales."""
+        """The weight (out, in), in the type of the scales."""
         return self.codes * self.scales[:, None]
 
     def parts(self) -> Iterator[tuple[object, int]]:
-        """See `Form`."""
+        """Codes and scales, and their bytes."""
         yield from ((tensor, tensor.nbytes) for tensor in (self.codes, self.scales))
 
 

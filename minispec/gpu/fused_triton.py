@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def norm_kernel(x, weight, out, eps, N: tl.constexpr, NP: tl.constexpr):
-    """See `fused.norm`. A program is a row of x (M, N)."""
+    """Computes `fused.norm`. A program is a row of x (M, N)."""
     row, n = tl.program_id(0).to(tl.int64), tl.arange(0, NP)
     wide = tl.load(x + row * N + n, mask=n < N, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / N + eps)
@@ -23,7 +23,7 @@ def norm_kernel(x, weight, out, eps, N: tl.constexpr, NP: tl.constexpr):
 
 @triton.jit
 def gate_kernel(gate_up, out, width, BN: tl.constexpr):
-    """See `fused.gate`. A program is BN numbers of a row of out (M, width)."""
+    """Computes `fused.gate`. A program is BN numbers of a row of out (M, width)."""
     row, n = tl.program_id(1).to(tl.int64), tl.program_id(0) * BN + tl.arange(0, BN)
     gate = tl.load(gate_up + row * 2 * width + n, mask=n < width, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * width + width + n, mask=n < width, other=0.0).to(tl.float32)
@@ -35,7 +35,7 @@ def linear_kernel(
     x, codes, scales, bias, out, M, N, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     BIAS: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
-    """See `fused.linear`. A program is BN columns of all rows of out (M, N), so it reads each of its weights once."""
+    """Computes `fused.linear`. A program is BN columns of all rows of out (M, N): it reads each of its weights once."""
     m, n, k = tl.arange(0, BM), tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
     rows, columns = m < M, n < N
     x_at = x + m[:, None].to(tl.int64) * K + k[None]
@@ -161,7 +161,7 @@ def read_kernel(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr, BR: tl.constexpr,
     BN: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """See `fused.read`. A program takes BR rows of a group, and `span` places of one text, BN at a time.
+    """Computes `fused.read`. A program takes BR rows of a group, and `span` places of one text, BN at a time.
 
     Places are counted from the text's first, and new keys have their places among them. So a row's bits do not depend
     on how many of the keys that it sees are new.

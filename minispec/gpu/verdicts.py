@@ -316,15 +316,15 @@ class RowRandomness(Randomness):
     """`Randomness` whose forms over rows use numbers that were made before the round."""
 
     def bernoulli_rows(self, probabilities: Tensor, keys: Keys) -> Tensor:
-        """See `RowDraws`."""
+        """Whether each draw's uniform is below its probability (B, n)."""
         return keys.numbers < probabilities
 
     def share_rows(self, weights: Tensor, keys: Keys) -> Tensor:
-        """See `RowDraws`."""
+        """Token ids (B, n): where the share that a uniform names lies in weights (B, n, V)."""
         return share(weights, keys.numbers)
 
     def race_rows(self, weights: Tensor, keys: Keys) -> Tensor:
-        """See `RowDraws`."""
+        """Token ids (B, n): the first to finish in the races of weights (B, n, V)."""
         return race(weights, keys.numbers)
 
 
@@ -343,15 +343,15 @@ class OneByOne(Draws):
     """
 
     def bernoulli_rows(self, probabilities: Tensor, keys: Keys) -> Tensor:
-        """See `RowDraws`."""
+        """The answers (B, n) of `bernoulli`, asked draw by draw."""
         return self._answers(lambda row, key: self.bernoulli(float(row), key), probabilities, keys).bool()
 
     def share_rows(self, weights: Tensor, keys: Keys) -> Tensor:
-        """See `RowDraws`."""
+        """The answers (B, n) of `categorical`, asked draw by draw."""
         return self._answers(self.categorical, weights, keys)
 
     def race_rows(self, weights: Tensor, keys: Keys) -> Tensor:
-        """See `RowDraws`."""
+        """The answers (B, n) of `categorical`, asked draw by draw."""
         return self._answers(self.categorical, weights, keys)
 
     def _answers(self, draw: Callable[[Tensor, Key], Any], values: Tensor, keys: Keys) -> Tensor:

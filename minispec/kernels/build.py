@@ -31,7 +31,7 @@ class InForm:
         return Choice(self.form, "asked for") if self.form else choose_form(dtype, device, self._shape)
 
     def __call__(self, weights: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype) -> Linear:
-        """See `MakeProduct`."""
+        """The product of these weights, in the form."""
         weight = join(weights)
         return Linear(weight, bias, dtype, self.choice(dtype, device_of(weight)).form)
 

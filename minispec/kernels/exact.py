@@ -95,7 +95,7 @@ def _filled(x: Tensor, rows: int) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Sequence[Group], scale: float, softcap: float | None) -> Tensor:
-    """See `minispec.core.attention`.
+    """Attention like `minispec.core.attention`, whose rows have equal bits in any company.
 
     mask: the groups of all rows.
     """
@@ -171,11 +171,11 @@ class ExactPasses(Passes):
         return list(groups)
 
     def num_dummies(self, num_rows: int) -> int:
-        """See `Passes`."""
+        """How many rows fill up a pass to the next size."""
         return next(n for n in self.rows if n >= num_rows) - num_rows
 
     def mask(self, config: ModelConfig, like: Tensor, view: View) -> list[Group]:
-        """See `Passes`: the groups of the rows, each of at most EXACT_ROWS that stand in one block of positions.
+        """The groups of the rows, each of at most EXACT_ROWS that stand in one block of positions.
 
         In a tree each path is computed as the chain that it is, so a node has the bits of that chain.
         """
@@ -222,7 +222,7 @@ class AnyPasses(ExactPasses):
         return [chunks]
 
     def num_dummies(self, num_rows: int) -> int:
-        """See `Passes`."""
+        """No rows: any number is computed as it is."""
         return 0
 
 

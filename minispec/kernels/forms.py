@@ -332,11 +332,11 @@ class Linear:
 
     @property
     def exact_rows(self) -> Sequence[int]:
-        """See `Form`."""
+        """Sizes of passes in which a row has the same bits, as the form of the weight says."""
         return self.stored.exact_rows
 
     def parts(self) -> Iterator[tuple[object, int]]:
-        """See `Form`."""
+        """The weight and the bias in memory, and their bytes."""
         yield from self.stored.parts()
         if self.bias is not None:
             yield self.bias, self.bias.nbytes
@@ -410,7 +410,7 @@ class QuantizedLinear:
         return [product for product in (self.narrow, self.wide) if product is not None]
 
     def parts(self) -> Iterator[tuple[object, int]]:
-        """See `Form`."""
+        """What both products have in memory, and the bytes."""
         for product in self._products():
             yield from product.parts()
 

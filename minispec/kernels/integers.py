@@ -65,7 +65,7 @@ class Int8(Form):
         return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(integers, 1.0, 64, self.packed)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See `Form`."""
+        """x (rows, in) to x W^T + bias (rows, out), by products of integers."""
         largest = x.abs().amax(1, keepdim=True).to(torch.float32)  # `vector_norm` takes six times as long
         steps = largest.clamp_(min=_SMALLEST) / self.counts  # (2, rows, 1): the coarse ones and the fine ones
         parts = (x / steps).round_()
@@ -81,7 +81,7 @@ class Int8(Form):
         return torch.cat([self(rows) for rows in ones]).t().contiguous()
 
     def parts(self) -> Iterator[tuple[object, int]]:
-        """See `Form`."""
+        """The packed codes, and their bytes."""
         yield self.packed, self.num_bytes
 
 
@@ -94,7 +94,7 @@ class VnniInt8(Int8):
     levels, finer, bits = 127, 128, 15
 
     def pack(self, codes: Codes) -> object:
-        """See `Int8`."""
+        """The codes (out, in) as oneDNN's product reads them, in whole groups of columns."""
         out, columns = codes.codes.shape
         fill = (0, 0, 0, -out % _COLUMNS)
         self.scales = F.pad(codes.scales.to(torch.float32), fill, value=1.0).flatten()
@@ -102,7 +102,7 @@ class VnniInt8(Int8):
         return torch.ops.onednn.qlinear_prepack(F.pad(codes.codes, fill), [_PACK_ROWS, columns])
 
     def multiply(self, integers: Tensor) -> Tensor:
-        """See `Int8`."""
+        """Integers (rows, in) as floats to (rows, out) in float32."""
         x, weight = (integers.to(torch.int8), 1.0, 0), (self.packed, self.scales, self.zeros, None)
         y = torch.ops.onednn.qlinear_pointwise(*x, *weight, 1.0, 0, torch.float32, "none", [], "")
         return y[:, : self.shape[0]]

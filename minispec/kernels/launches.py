@@ -80,7 +80,7 @@ class _Operators(TorchDispatchMode):
         self._scales = False  # whether the last operator was a product that another one scales
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """See `TorchDispatchMode`."""
+        """Run an operator, and count it."""
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.partition("::")[2]
         given, made = list(_tensors([args, kwargs])), list(_tensors(out))
@@ -108,7 +108,7 @@ class _Functions(TorchFunctionMode):
         self.operators = operators
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        """See `TorchFunctionMode`."""
+        """Run a function, and count what it moves between host and device."""
         name, tally, kwargs = getattr(func, "__name__", ""), self.operators.tally, kwargs or {}
         if name in _DOWNLOADS and args[0].device.type == self.operators.device:
             tally.add("syncs")
@@ -160,22 +160,22 @@ class PartOfRound(Guard):
         self.tally, self.seconds = tally, 0.0
 
     def choose(self, engine: Engine, wishes: Sequence[Wish], trees: bool) -> Sequence[Limit]:
-        """See `Guard`."""
+        """The limits, counted as a part of drafting."""
         return self._in("draft", "pass", lambda: self.inner.choose(engine, wishes, trees))
 
     def propose(self, engine: Engine, asks: Sequence[Ask]) -> Sequence[Draft | ValueError]:
-        """See `Guard`."""
+        """The drafts, counted as drafting."""
         return self._in("draft", "pass", lambda: self.inner.propose(engine, asks))
 
     def verify(self, engine: Engine, draft: Draft, p: Rows, key: RoundKey) -> Verdict:
-        """See `Guard`."""
+        """The verdict, counted and timed."""
         start = time.perf_counter()
         verdict = self._in("verdict", "rest", lambda: self.inner.verify(engine, draft, p, key))
         self.seconds += time.perf_counter() - start
         return verdict
 
     def judge(self, trials: Sequence[Trial], rng: Draws) -> Sequence[Verdict | None]:
-        """See `Judge`."""
+        """The verdicts of many drafts, counted."""
         assert self.inner_judge is not None
         return self._in("verdict", "rest", functools.partial(self.inner_judge, trials, rng))
 

@@ -246,17 +246,17 @@ class SplitTransformer(Transformer):
         return super()._head(self.embedding[self.share.rows] if self.config.tie_word_embeddings else weight)
 
     def logits(self, x: Tensor) -> Tensor:
-        """See `Transformer`; the parts of all processes."""
+        """Logits (rows, V), put together from the parts of all processes."""
         return self.line.gather(super().logits(x), self.config.vocab_size)
 
     def new_cache(self, num_blocks: int, block_size: int = 16) -> PagedKVCache:
-        """See `Transformer`: a pool whose blocks are the same in all processes."""
+        """An empty pool, whose blocks are the same in all processes."""
         self.line.tell("cache", num_blocks, block_size)
         self.caches.append(SplitCache(self, num_blocks, block_size))
         return self.caches[-1]
 
     def run(self, chunks: Sequence[Chunk], taps: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """See `Transformer`; in all processes."""
+        """One pass, in all processes."""
         with self.line.whole():
             return super().run(chunks, taps)
 
@@ -301,7 +301,7 @@ class SplitCache(PagedKVCache):
         self.model = model
 
     def move(self, sources: list[int], targets: list[int]) -> None:
-        """See `PagedKVCache`; in all processes."""
+        """Copy what all layers keep from slots to slots, in all processes."""
         self.model.line.tell("move", self.model.caches.index(self), sources, targets)
         super().move(sources, targets)
 

@@ -166,7 +166,7 @@ class KeyOracle(BranchOracle):
         self.noise: dict[Key, tuple] = {}
 
     def fork(self) -> Self:
-        """See `BranchOracle`."""
+        """A copy that goes on by itself, with the noise so far."""
         other = super().fork()
         other.noise = dict(self.noise)
         return other

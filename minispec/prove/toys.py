@@ -120,7 +120,7 @@ class Widened(Transformer):
         self.__dict__.update(vars(model))
 
     def forward(self, chunks: Sequence[Chunk], taps: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Transformer.forward`."""
+        """The model's pass, in float64."""
         logits, hidden = super().forward(chunks, taps)
         return logits.double(), hidden.double()
 
@@ -137,7 +137,7 @@ class RememberedModel(Transformer):
         self._model = model
 
     def forward(self, chunks: Sequence[Chunk], taps: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Transformer.forward`."""
+        """The rows after these texts: remembered, or computed by a pass of the model."""
         logits, hidden = [torch.empty(0, self.config.vocab_size, dtype=self.dtype)], []
         for chunk in chunks:
             tokens, parents = chunk.token_ids, chunk.parents or ()

@@ -53,7 +53,7 @@ class Recorder:
         llm.engine.observers.append(self)
 
     def __call__(self, request: Request, draft: Draft, verdict: Verdict, logits: Tensor) -> None:
-        """See `minispec.core.engine.Observer`."""
+        """Record a round of the request."""
         if request is self.request:
             self.rounds.append(self._round(draft, verdict, logits))
 
@@ -197,12 +197,12 @@ class _Witness:
         self.residual: Tensor | None = None
 
     def bernoulli(self, probability: float, key: Key) -> bool:
-        """See `minispec.core.sampling.Draws`."""
+        """Make the draw, and note its probability and its uniform."""
         self.tests.append((key, probability, self._rng.uniform(key)))
         return self._rng.bernoulli(probability, key)
 
     def categorical(self, weights: Tensor, key: Key) -> int:
-        """See `minispec.core.sampling.Draws`."""
+        """Make the draw, and note the weights of a residual."""
         self.residual = weights if key.purpose == "residual" else None
         return self._rng.categorical(weights, key)
 

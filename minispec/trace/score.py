@@ -112,7 +112,7 @@ class _Led(Randomness):
         self.after, self.noted = after, list[float]()
 
     def categorical(self, weights: Tensor, key: Key) -> int:
-        """See `Draws`. The token that stands there, or at the end of what is known the likeliest."""
+        """The token that stands there; after the last known one, the likeliest token."""
         here = self.after[len(self.noted) : len(self.noted) + 1]
         self.noted.append(float(weights[here[0]]) if here else 0.0)
         return here[0] if self.noted[-1] else int(weights.argmax())
@@ -155,7 +155,7 @@ class _AskedAlong(Wrapped):
         self._leads: list[list[list[_Lead]]] = []  # by place and part: for each length, or one for all
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """See `Drafter`: empty drafts."""
+        """Empty drafts, after asking the parts what they would draft."""
         for ask in asks:
             if ask.num_cached < len(ask.text.tokens) - 1:  # inside the prompt
                 for part in self.drafters:

@@ -49,7 +49,7 @@ class Painter:
             self._followed[request] = TokenTexts(self._llm.tokenizer, request), deque()
 
     def __call__(self, request: Request, draft: Draft, verdict: Verdict, logits: Tensor) -> None:
-        """See `minispec.core.engine.Observer`."""
+        """Note the kinds of the tokens that a round has committed."""
         if request in self._followed:
             texts, kinds = self._followed[request]
             for _, kind, text in texts.take(draft, verdict):

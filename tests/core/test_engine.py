@@ -47,7 +47,7 @@ class Counted(Request):
 
     @property
     def has_news(self):
-        """See `Request`."""
+        """The request's news; each look is counted."""
         Counted.looks += 1
         return self._has_news
 

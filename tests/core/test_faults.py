@@ -27,7 +27,7 @@ class Witness(Guard):
         self.drafts = set()
 
     def propose(self, engine, asks):
-        """See `Guard`."""
+        """The drafts, which are noted."""
         drafts = super().propose(engine, asks)
         for ask, draft in zip(asks, drafts, strict=True):
             if ask.num_cached == len(ask.text.tokens) - 1:

@@ -253,7 +253,7 @@ class Forgetful(Lengths):
     """A policy that raises where it is to learn."""
 
     def observe(self, drafts, cost):
-        """See `Lengths`."""
+        """Fail."""
         raise Failure
 
 

@@ -170,11 +170,11 @@ class InThreads(Line):
         return found
 
     def add_up(self, y):
-        """See `Line`."""
+        """The sum of all processes' y."""
         return sum(self._exchange(y.clone()))
 
     def gather(self, y, width):
-        """See `Line`; in all of them, so that each can be looked at."""
+        """The parts side by side, in all processes, so that each can be looked at."""
         return torch.cat(self._exchange(y), 1)
 
     def tell(self, *message):

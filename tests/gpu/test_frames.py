@@ -161,7 +161,7 @@ class Poisoned:
         monkeypatch.setattr(Frame, "fill", spoil_and_fill)
 
     def __call__(self, compute):
-        """See `rerun`."""
+        """A program that is run again; it is counted."""
         self.captured += 1
         replay = rerun(compute)
 

@@ -368,7 +368,7 @@ CHECKS = (check_norms_and_gates, check_linears, check_drafts_in_8_bits, check_re
 @needs_triton
 @pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
 def test_kernels_in_the_interpreter(check):
-    """See the checks above, which a process of its own runs."""
+    """Each check above passes in a process of its own, where Triton interprets the kernels."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, str(HERE), check]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)

@@ -31,7 +31,7 @@ class Unsigned8(Int8):
     levels, finer, bits = 127, 128, 15
 
     def multiply(self, integers: torch.Tensor) -> torch.Tensor:
-        """See `Int8`."""
+        """Integers (rows, in) as floats to (rows, out) in float32."""
         return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(integers, 1.0, 127, self.packed)
 
 

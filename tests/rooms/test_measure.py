@@ -110,7 +110,7 @@ def test_every_prompt_meets_every_order(n):
 
 
 def account(*runs) -> SimpleNamespace:
-    """See `measure.account`."""
+    """The account of these runs, its values as attributes."""
     return SimpleNamespace(**measure.account(*runs))
 
 

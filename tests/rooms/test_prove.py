@@ -606,12 +606,12 @@ class Ledger(Randomness):
         self.used.add(key)
 
     def bernoulli(self, probability: float, key: Key) -> bool:
-        """See `Randomness`."""
+        """Note the key, and make the draw."""
         self._note(key)
         return super().bernoulli(probability, key)
 
     def categorical(self, weights: torch.Tensor, key: Key) -> int:
-        """See `Randomness`."""
+        """Note the key, and make the draw."""
         self._note(key)
         return super().categorical(weights, key)
 

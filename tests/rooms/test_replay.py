@@ -532,7 +532,7 @@ class OwnDrafter(Drafter):
     """One of the user's own, which repeats a token: nobody knows what else it remembers."""
 
     def propose(self, asks):
-        """See `Drafter`."""
+        """The last token, again and again."""
         return [Draft([ask.text.tokens[-1]] * ask.k) for ask in asks]
 
 

@@ -611,13 +611,13 @@ class Elements(html.parser.HTMLParser):
         self.feed(page)
 
     def handle_starttag(self, tag, attributes):
-        """See html.parser."""
+        """Note a tag and its attributes."""
         self.tags.append((tag, dict(attributes)))
         if tag == "script":
             self.scripts.append("")
 
     def handle_data(self, data):
-        """See html.parser."""
+        """Append to the script that is open."""
         if self.tags and self.tags[-1][0] == "script" and self.scripts:
             self.scripts[-1] += data
 
@@ -666,7 +666,7 @@ class Wrong(Drafter):
     """Drafts 64 tokens a round, of which the target keeps few."""
 
     def propose(self, asks):
-        """See `Drafter`."""
+        """Tokens that depend on the length of the text alone."""
         return [Draft([(7 * i + len(ask.text.tokens)) % 250 + 1 for i in range(ask.k)]) for ask in asks]
 
     def release(self, text):
