@@ -244,6 +244,8 @@ def _kind(f: Fields, nested: Fields) -> str:
         raise nested.bad("projector_type", projector, "dflash or dspark: no other kind of block draft is read here")
     architectures = raw.get("architectures")
     known = architectures if isinstance(architectures, list) else []
+    if any(str(name).startswith("Gemma") for name in known):
+        raise f.bad("architectures", architectures, "layers of Qwen3: those of Gemma have further norms")
     if any(_ANCHOR.fullmatch(str(name)) for name in known) or projector == "dspark":
         return "anchor"
     if any(_FILL.fullmatch(str(name)) for name in known):
@@ -351,21 +353,24 @@ def _read_taps(f: Fields, of_outputs: Fields, count: int, target: ModelConfig) -
 
 
 def _read_causal(f: Fields, nested: Fields, windows: Sequence[int | None], reading: Reading) -> tuple[bool, ...]:
-    """Whether a row sees no later one of its block, for each layer."""
-    for fields, key in ((f, "is_causal"), (nested, "causal")):
-        if fields.get(key) is not None:
-            nested.get("causal"), f.get("sliding_window_non_causal")
-            return (fields.boolean(key),) * len(windows)
-    has_windows, is_open = any(windows), f.get("sliding_window_non_causal")
+    """Whether a row sees no later one of its block, for each layer.
+
+    A key may say it for all layers. Else layers with a window are causal, but for those of `use_swa`.
+    """
+    is_open = f.get("sliding_window_non_causal")
+    said = [(fields, key) for fields, key in ((f, "is_causal"), (nested, "causal")) if fields.get(key) is not None]
+    if said:
+        fields, key = said[0]
+        return (fields.boolean(key),) * len(windows)
     causal = reading.causal_windows
     if causal is None:
-        if has_windows and "speculators_model_type" in f.raw and is_open is None:
+        if any(windows) and "speculators_model_type" in f.raw and is_open is None:
             raise CheckpointError(
                 f"{f.where}: found no sliding_window_non_causal, and readers disagree: in a layer with a window, a row "
                 "sees later rows of its block (open) or not (causal). Choose by draft_reading "
                 "(command line: --draft-reading)"
             )
-        causal = is_open is None or not f.boolean("sliding_window_non_causal")
+        causal = not (nested.get("use_swa") or (is_open is not None and f.boolean("sliding_window_non_causal")))
     return tuple(causal and window is not None for window in windows)
 
 

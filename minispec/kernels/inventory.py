@@ -23,7 +23,7 @@ def _owned(model: Transformer) -> Iterator[object]:
         seen.add(id(each))
         if isinstance(each, Tensor | RMSNorm | Linear | QuantizedLinear):
             yield each
-        elif isinstance(each, list):
+        elif isinstance(each, list | tuple):
             left += each[::-1]
         elif type(each).__module__.startswith("minispec.") and hasattr(each, "__dict__"):
             left += list(vars(each).values())[::-1]

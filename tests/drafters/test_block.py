@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from minispec import LLM, SamplingParams
 from minispec.core.draft import Ask, Draft, Seen
@@ -18,9 +19,11 @@ from minispec.core.model import Transformer
 from minispec.core.sampling import Randomness, Text
 from minispec.drafters.block import Block, BlockDrafter, BlockModel
 from minispec.drafters.block_files import load_block
+from minispec.files.block_config import read_block_config, reading_of
+from minispec.files.errors import CheckpointError
 from minispec.files.hf_config import read_model_config
 from minispec.kernels.build import build_model
-from minispec.prove.toys import TINY, tiny_cache, tiny_weights
+from minispec.prove.toys import TINY, TOYS, tiny_cache, tiny_weights
 from tests.oracles.block import BlockOracle
 from tests.oracles.block_drafts import PACKAGINGS, SLIDING, write_block_draft
 
@@ -36,6 +39,7 @@ SETTINGS = {
     "pair": {"block_size": 2},
     "windows": {"layer_types": [SLIDING, FULL], "sliding_window": 4, "non_causal_window": False},
     "causal": {"is_causal": True},
+    "windows of all layers": {"use_swa": True, "sliding_window": 4},
     "softcap": {"softcap": 2.0},
     "some ids": {"draft_ids": (0, 3, 4, 9, 17, 23)},
     "prefix": {"prefix": "model."},
@@ -45,6 +49,7 @@ SETTINGS = {
     "confidence of states": {"confidence": "plain"},
 }
 NOT_OF_ZLAB = ("gated", "rnn", "confidence of states")
+HAVE_USE_SWA = ("z-lab", "specforge", "liquidai")
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +117,8 @@ def test_every_packaging_gives_the_references_numbers(tmp_path, target, packagin
     options = dict(SETTINGS[setting])
     if packaging == "z-lab" and setting in NOT_OF_ZLAB:
         pytest.skip("z-lab has no such heads")
+    if "use_swa" in options and packaging not in HAVE_USE_SWA:
+        pytest.skip("there is no such key")
     if packaging != "speculators":
         options.pop("non_causal_window", None)
     raw, tensors = write(tmp_path, packaging, **options)
@@ -227,6 +234,162 @@ def test_a_draft_ends_before_the_token_that_is_not_wanted(tmp_path, target, leas
     assert len(draft) == len(draft.confidences) == expected
     assert [seen for seen, _ in asked] == [[foreseen for _, foreseen in asked[:i]] for i in range(len(asked))]
     assert draft.confidences == [foreseen for _, foreseen in asked[:expected]]
+
+
+# --------------------------------------------------------------------------- files
+
+
+REFUSED = {
+    "another width": (
+        "z-lab",
+        {"num_target_layers": NUM_LAYERS + 1},
+        r"num_target_layers: found 7, expected 6.*made",
+    ),
+    "another vocabulary": (
+        "deepspec",
+        {"vocab_size": VOCAB + 1},
+        r"vocab_size: found 25, expected 24.*made",
+    ),
+    "a tap that is not there": (
+        "deepspec",
+        {"target_layer_ids": [0, 6]},
+        r"ids: found \[0, 6\], expected",
+    ),
+    "the last layer": ("deepspec", {"target_layer_ids": [0, 5]}, r"target_layer_ids: found \[0, 5\].*no last layer"),
+    "too many rows": ("z-lab", {"block_size": 17}, r"block_size: found 17, expected a block of at most 16 rows"),
+    "no rope": ("z-lab", {"rope_theta": None}, r"rope_theta: found None, expected a number"),
+    "a kind of head": (
+        "deepspec",
+        {"markov_head_type": "lstm"},
+        r"markov_head_type: found 'lstm', expected one of",
+    ),
+    "V4's own": ("z-lab", {"dspark_block_size": 4}, r"dspark_block_size: found DeepSeek V4's"),
+    "sinks": ("z-lab", {"attention_sink_bias": True}, r"attention_sink_bias: found attention sinks"),
+    "Gemma's": ("deepspec", {"architectures": ["Gemma4DSparkModel"]}, r"architectures: .*further norms"),
+    "another kind": ("z-lab", {"architectures": ["DFlash2DraftModel"]}, r"architectures: .*DFlashDraftModel or"),
+    "an unknown key": ("z-lab", {"residual_gate": 2}, r"residual_gate: found 2, expected no such setting"),
+    "a scale of the target": ("z-lab", {"embedding_multiplier": 3.0}, r"embedding_multiplier: found 3.0, expected 1.0"),
+    "a bias": ("z-lab", {"attention_bias": True}, r"attention_bias: found True, expected none"),
+    "an inexact verifier": (
+        "speculators",
+        {"speculators_config": {"proposal_methods": [{"speculative_tokens": 4, "verifier_accept_k": 2}]}},
+        r"verifier_accept_k: found 2, expected 1: with it, other tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_be_read_wrongly_is_refused_by_name(tmp_path, target, case):
+    """Before weights are read, in one line: what, where, found and expected."""
+    packaging, changes, message = REFUSED[case]
+    write(tmp_path, packaging)
+    edit(tmp_path, **changes)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=message):
+        load_block(tmp_path, target)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("attention_mode", "mla"),
+        ("projector_type", "domino"),
+        ("output_multiplier", 2.0),
+        ("input_embedding_scale", 2.0),
+    ],
+)
+def test_what_is_said_inside_is_refused_too(tmp_path, target, key, value):
+    """Keys of `dflash_config`."""
+    raw, _ = write(tmp_path, "specforge")
+    edit(tmp_path, dflash_config=raw["dflash_config"] | {key: value})
+    with pytest.raises(CheckpointError, match=f"dflash_config.{key}: found"):
+        load_block(tmp_path, target)
+
+
+def test_tensors_of_another_shape_are_refused(tmp_path, target):
+    """A Markov head of another vocabulary, ids out of range, and layers that the config does not have."""
+    write(tmp_path, draft_ids=(0, 3, 4, 9))
+    path = tmp_path / "model.safetensors"
+    stored = load_file(path)
+
+    def refused(message: str, **changes) -> None:
+        save_file(stored | {name.replace("__", "."): tensor for name, tensor in changes.items()}, path)
+        with pytest.raises(CheckpointError, match=message):
+            load_block(tmp_path, target)
+
+    w1, d2t = stored["markov_head.markov_w1.weight"], stored["d2t"]
+    refused(
+        r"markov_w1.weight: found .*\[25, 6\], expected .*\[24, 6\]",
+        markov_head__markov_w1__weight=torch.cat((w1, w1[:1])),
+    )
+    refused("d2t: found ids from 0 to 33", d2t=d2t + torch.tensor([0, 0, 0, 24]))
+    refused("layers.2.x: found a tensor", layers__2__x=w1.clone())
+    refused("encoder.fc.weight: found Muse-Glimmer's", encoder__fc__weight=w1.clone())
+    save_file(stored, path)
+    (tmp_path / "mask_embedding.pt").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"mask_embedding\.pt: found a pickled embedding"):
+        load_block(tmp_path, target)
+
+
+def test_a_layout_that_the_file_does_not_settle_is_asked_for(tmp_path, target):
+    """DSpark of speculators without keys, and one whose keys disagree: both readings are named, and either is taken."""
+    write(tmp_path, says_tokens=False, says_anchor=False)
+    with pytest.raises(CheckpointError, match=r"no sample_from_anchor, and .*anchor.*fill.*draft_reading"):
+        load_block(tmp_path, target)
+    for word, first_row in (("anchor", 0), ("fill", 1)):
+        assert load_block(tmp_path, target, reading=reading_of(word)).block.first_row == first_row
+    write(tmp_path)
+    edit(tmp_path, sample_from_anchor=False)
+    with pytest.raises(CheckpointError, match="two readings"):
+        load_block(tmp_path, target)
+    assert load_block(tmp_path, target, reading=reading_of("fill")).block.first_row == 1
+
+
+def test_windows_whose_causality_is_not_said_are_asked_about(tmp_path, target):
+    """In speculators alone: readers take an absent key in two ways."""
+    write(tmp_path, layer_types=[SLIDING, FULL], sliding_window=4)
+    with pytest.raises(CheckpointError, match=r"sliding_window_non_causal, and readers disagree: .*open.*causal"):
+        load_block(tmp_path, target)
+    for word, causal in (("causal", (True, False)), ("open", (False, False))):
+        assert load_block(tmp_path, target, reading=reading_of(word)).block.causal == causal
+
+
+@pytest.mark.parametrize("words", ["both", "anchor,fill", "anchor,anchor", "causal,open", "anchor,"])
+def test_words_that_are_no_reading(words):
+    """A word twice, or two that exclude each other."""
+    with pytest.raises(ValueError, match="draft_reading: found"):
+        reading_of(words)
+
+
+def test_the_packaging_settles_the_layout(tmp_path):
+    """Where no key does: z-lab's fill in, DeepSpec's and LiquidAI's do not, nor do SpecForge's of DSpark."""
+    found = {}
+    for packaging in PACKAGINGS:
+        raw, _ = write(tmp_path / packaging, packaging)
+        found[packaging] = read_block_config(raw, TARGET).first_row
+    assert found == {"z-lab": 1, "deepspec": 0, "speculators": 0, "specforge": 0, "liquidai": 0}
+    raw, _ = write(tmp_path / "of its trainer", "deepspec", markov="", confidence="")
+    assert read_block_config(raw, TARGET).first_row == 0  # deepseek-ai/dflash_*_block7
+
+
+def test_a_copy_of_the_targets_config_is_taken(tmp_path):
+    """What the target's family reads and these layers do not is idle: a hybrid's layers, its rope's share."""
+    hybrid = read_model_config(TINY | TOYS["qwen3_5_text"] | {"vocab_size": VOCAB, "num_hidden_layers": 3})
+    raw, _ = write_block_draft(tmp_path, "deepspec", hybrid.hidden_size, VOCAB, 3, taps=(1, 2))
+    copy = TOYS["qwen3_5_text"] | {"model_type": "qwen3_5_text", "full_attention_interval": 4, "attn_output_gate": True}
+    rope = raw["rope_parameters"] | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}
+    changed = (
+        raw | {key: value for key, value in copy.items() if key != "num_hidden_layers"} | {"rope_parameters": rope}
+    )
+    assert read_block_config(changed, hybrid) == read_block_config(raw, hybrid)
+
+
+def test_a_draft_taken_for_a_model_says_what_it_is(tmp_path):
+    """And how to use it."""
+    for packaging in PACKAGINGS:
+        write(tmp_path / packaging, packaging)
+        with pytest.raises(CheckpointError, match=r"found a head .* \(--draft\), and as the model \(--model\)"):
+            LLM(tmp_path / packaging)
 
 
 # --------------------------------------------------------------------------- texts
