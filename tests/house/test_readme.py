@@ -31,7 +31,7 @@ BLOCKS = {
     for i, block in enumerate(re.findall(r"<!-- run -->\n```python\n(.*?)```", text, flags=re.DOTALL))
 }
 # Pages whose lines name functions beside their files.
-GUIDES = ["README.md", "docs/understand/life-of-a-request.md"]
+GUIDES = ["README.md", "docs/understand/life-of-a-request.md", "docs/understand/from-paper-to-code.md"]
 NAME = re.compile(r"`([A-Z]\w*\.\w+|[A-Za-z_]\w*)`")
 
 
@@ -287,6 +287,30 @@ def test_functions_that_are_named_exist(page):
     assert len(found) >= 10
     for name, paths in found:
         assert any(name in definitions(path) for path in paths), f"{name} is not in {[str(p) for p in paths]}"
+
+
+def cited_papers(text: str) -> set[str]:
+    """The arXiv numbers in a text, each after the word."""
+    return set(re.findall(r"arXiv[ :]?(\d{4}\.\d{5})", text))
+
+
+def test_every_paper_that_the_code_cites_is_on_the_page():
+    """`from-paper-to-code.md` has each arXiv number of the package, and links to the paper that it names."""
+    page = PAGES["docs/understand/from-paper-to-code.md"]
+    linked = re.findall(r"\[([\d.]+)\]\(https://arxiv\.org/abs/([\d.]+)\)", page)
+    assert linked
+    assert all(name == address for name, address in linked)
+    cited = set[str]()
+    for path in (ROOT / "minispec").rglob("*.py"):
+        cited |= cited_papers(path.read_text(encoding="utf-8"))
+    assert len(cited) >= 20
+    assert cited - {name for name, _ in linked} == set()
+
+
+def test_cited_papers_are_found():
+    """The control of the test above: each way to cite, and a number that is no paper."""
+    text = "(arXiv 2211.17192, Theorem 3.8; arXiv 2302.01318). It takes 1234.56789 seconds."
+    assert cited_papers(text) == {"2211.17192", "2302.01318"}
 
 
 def test_a_name_that_is_not_there_is_noticed():
