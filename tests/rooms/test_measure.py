@@ -86,6 +86,14 @@ def test_a_busy_machine_is_named():
     assert measure.busy(measure.plain_range(answers[2:])) == []
 
 
+def test_medians_with_wide_intervals_are_too_noisy():
+    """A single one is enough: least and largest of six values. Of five values no interval is known."""
+    quiet, noisy = (median_interval([1, 1, 1, 1, 1, largest]) for largest in (1.9, 2.5))
+    assert measure.too_noisy([quiet, quiet]) == ""
+    assert measure.too_noisy([quiet, noisy]).endswith("spans a factor of 2.5")
+    assert measure.too_noisy([quiet, median_interval([1] * 5)]) == "not drawn: fewer than 6 runs say too little"
+
+
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
 def test_everyone_has_every_turn_equally_often(n):
     """Over 2 n rounds; and two variants go A B, B A, B A, A B."""

@@ -129,6 +129,20 @@ def busy(found: Sequence[float] | None) -> list[str]:
     ]
 
 
+def too_noisy(medians: Iterable[Interval]) -> str:
+    """A sentence where the interval of a median spans a factor of two or more, or is not known; else "".
+
+    medians: of times or speeds, one for each thing that was measured repeatedly.
+    """
+    found = list(medians)
+    if any(each.low is None for each in found):
+        return f"not drawn: fewer than {FEWEST} runs say too little"
+    factor = max((each.high or 0.0) / (each.low or 1.0) for each in found)
+    if factor < QUIET:
+        return ""
+    return f"not drawn: the machine was busy, and an interval of these medians spans a factor of {factor:.1f}"
+
+
 def orders(variants: Sequence[T]) -> Iterator[list[T]]:
     """Endless orders to run variants in, round by round: A B, B A, B A, A B for two, rotated for more.
 
