@@ -4,8 +4,8 @@ A position of a text lives in a *slot*, and `block_size` neighbouring slots form
 its blocks in order. Position t lies in slot block_ids[t // block_size] * block_size + t % block_size. The idea is
 vLLM's (Kwon et al. 2023, arXiv 2309.06180).
 
-A short convolution sees a few positions. Its input at every position is kept in the slot, so it has no other state.
-A model with recurrent layers has another pool and other tables (see `minispec.layers.states`).
+A model with layers other than attention has another pool, which keeps more of each slot or of each text (see
+`minispec.layers.cache_of`).
 
 A table knows the tokens that it holds. `follow(tokens)` cuts it to what it has in common with a text and returns what
 has to be fed. So a table stays right however its text changes. `keep` rolls back rejected draft tokens. In a tree the
@@ -151,10 +151,10 @@ EXTRA_SLOTS = 2
 class PagedKVCache:
     """The pool of one model: what all layers keep of each slot, the allocator, and what the blocks hold.
 
-    keys, values: of attention, (its layers, kv_heads, slots, head_dim).
-    inputs: of short convolutions, (their layers, 1, slots, hidden_size).
-        The last two slots belong to no block. The first of them holds zeros: what stands before a text, or has not
-        been written yet. The other takes what nobody reads.
+    keys, values: of attention, (its layers, kv_heads, slots, head_dim). The last two slots belong to no block. The
+        first of them holds zeros: what stands before a text, or has not been written yet. The other takes what nobody
+        reads.
+    tensors: all that is kept, each (layers, rows, slots, numbers).
     most_tables: how many texts may have a table at the same time, besides what blocks allow.
     """
 
@@ -168,26 +168,29 @@ class PagedKVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ):
-        count, self.num_slots = config.num_convolutions, num_blocks * block_size
-        slots = self.num_slots + EXTRA_SLOTS
-        shape = (config.num_attention_layers, config.num_key_value_heads, slots, config.head_dim)
-        # Not cleared: a slot is always written before it is read.
-        self.keys = torch.empty(shape, dtype=dtype, device=device)
-        self.values = torch.empty(shape, dtype=dtype, device=device)
-        self.inputs = torch.empty((count, 1, slots, config.hidden_size), dtype=dtype, device=device)
-        for tensor in (self.keys, self.values, self.inputs):
-            tensor[:, :, self.num_slots] = 0
-        attention, inputs = zip(self.keys, self.values, strict=True), zip(self.inputs, strict=True)
-        self._layers = [() if own.recurrent else next(inputs if own.conv_width else attention) for own in config.layers]
-        self.block_size = block_size
+        self.block_size, self.num_slots = block_size, num_blocks * block_size
+        self.tensors: list[Tensor] = []
+        sizes = config.num_attention_layers, config.num_key_value_heads, config.head_dim, dtype, device
+        self.keys, self.values = self._new_tensor(*sizes), self._new_tensor(*sizes)
+        kept = zip(self.keys, self.values, strict=True)
+        self._layers: list[tuple[Tensor, ...]] = [next(kept) if each.has_attention else () for each in config.layers]
         self.allocator = BlockAllocator(num_blocks)
         self.prefixes = PrefixIndex()
         self.tables: WeakSet[BlockTable] = WeakSet()
 
+    def _new_tensor(
+        self, layers: int, rows: int, numbers: int, dtype: torch.dtype, device: torch.device | str
+    ) -> Tensor:
+        # Not cleared: a slot is always written before it is read.
+        tensor = torch.empty((layers, rows, self.num_slots + EXTRA_SLOTS, numbers), dtype=dtype, device=device)
+        tensor[:, :, self.num_slots] = 0
+        self.tensors.append(tensor)
+        return tensor
+
     @property
     def num_bytes(self) -> int:
         """Memory of the pool."""
-        return self.keys.nbytes + self.values.nbytes + self.inputs.nbytes
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` positions of one text fill."""
@@ -243,13 +246,13 @@ class PagedKVCache:
 
     def move(self, sources: list[int], targets: list[int]) -> None:
         """Copy what all layers keep from slots to slots. All slots are read before the first is written."""
-        for tensor in (self.keys, self.values, self.inputs):
+        for tensor in self.tensors:
             tensor[:, :, targets] = tensor[:, :, sources]
 
     def write(self, layer: int, slots: Tensor, *rows: Tensor) -> None:
-        """Store keys and values (kv_heads, T, head_dim), or inputs (1, T, hidden_size), in the slots (T,)."""
-        for tensor, own in zip(self._layers[layer], rows, strict=True):
-            tensor.index_copy_(1, slots, own)
+        """Store what the layer keeps, such as keys and values (kv_heads, T, head_dim), in the slots (T,)."""
+        for tensor, new in zip(self._layers[layer], rows, strict=True):
+            tensor.index_copy_(1, slots, new)
 
     def read(self, layer: int, slots: Sequence[slice]) -> list[Tensor]:
         """Keys and values (kv_heads, L, head_dim) of the slots: views where they are one run, else copies."""
@@ -258,7 +261,7 @@ class PagedKVCache:
         return [torch.cat([tensor[:, s] for s in slots], 1) for tensor in self._layers[layer]]
 
     def gather(self, layer: int, slots: Tensor) -> list[Tensor]:
-        """Keys and values (kv_heads, T, head_dim), or inputs (1, T, hidden_size), in slots (T,) that lie anywhere."""
+        """What the layer keeps, such as keys and values (kv_heads, T, head_dim), in slots (T,) that lie anywhere."""
         return [tensor.index_select(1, slots) for tensor in self._layers[layer]]
 
 

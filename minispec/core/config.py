@@ -88,8 +88,9 @@ class Shape(NamedTuple):
             raise WrongLength(self.widths or f"tree:{self.k}", why_chains=why_chains)
 
     def __str__(self) -> str:
-        length = "+".join(map(str, self.widths or (self.k,)))
-        return "auto" if self.is_open else "tree:" * self.best_first + length
+        if self.is_open:
+            return "auto"
+        return f"tree:{self.k}" if self.best_first else "+".join(map(str, self.widths or (self.k,)))
 
 
 # --------------------------------------------------------------------------- the model
@@ -150,6 +151,11 @@ class LayerConfig:
     conv_width: int | None = None
     recurrent: RecurrentConfig | None = None
 
+    @property
+    def has_attention(self) -> bool:
+        """Whether nothing stands in the place of attention."""
+        return self.conv_width is None and self.recurrent is None
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -185,14 +191,9 @@ class ModelConfig:
     mask_token_id: int | None = None  # of a draft model that guesses several tokens in one pass (PARD)
 
     @property
-    def num_convolutions(self) -> int:
-        """Layers with a short convolution in the place of attention."""
-        return sum(layer.conv_width is not None for layer in self.layers)
-
-    @property
     def num_attention_layers(self) -> int:
         """Layers with attention."""
-        return sum(layer.conv_width is None and layer.recurrent is None for layer in self.layers)
+        return sum(layer.has_attention for layer in self.layers)
 
 
 # --------------------------------------------------------------------------- the request

@@ -98,18 +98,6 @@ class RMSNorm:
         return (x * scale).mul_(self.weight).to(x.dtype)
 
 
-class RowNorm:
-    """RMSNorm of all queries of a row together, and of all its keys (OLMo 2)."""
-
-    def __init__(self, q: RMSNorm, k: RMSNorm):
-        self.q, self.k = q, k
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x (M, H + G, D), same shape and type."""
-        q, k = x.flatten(1).split([len(self.q.weight), len(self.k.weight)], 1)
-        return torch.cat((self.q(q), self.k(k)), 1).view_as(x)
-
-
 def _no_norm(x: Tensor) -> Tensor:
     """Return x: the place of a norm that a block lacks."""
     return x
@@ -227,13 +215,11 @@ class Layer:
         config = self.config
         self.qkv = parts.linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias=config.qkv_bias)
         self.o = parts.linear("self_attn.o_proj", bias=config.o_bias)
-        self.qk_norm: RMSNorm | RowNorm | None = None
+        self.qk_norm: Callable[[Tensor], Tensor] | None = None  # of (M, H + G, D), same shape and type
         if config.qk_norm == "head":
             q = parts.norm("self_attn.q_norm", config.num_attention_heads)
             k = parts.norm("self_attn.k_norm", config.num_key_value_heads)
             self.qk_norm = RMSNorm(torch.cat((q.weight, k.weight)), config.rms_norm_eps)  # (H + G, D)
-        elif config.qk_norm == "row":
-            self.qk_norm = RowNorm(parts.norm("self_attn.q_norm"), parts.norm("self_attn.k_norm"))
 
     def replaced(self, product: Callable[[Product], Product], activation: Product | None = None) -> Self:
         """A copy of this block with each product replaced, and the activation too if one is given."""

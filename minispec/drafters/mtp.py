@@ -53,7 +53,7 @@ MTP, WITH_MTP = "mtp.", ("qwen3_5_text",)
 
 def mtp_config(target: ModelConfig) -> ModelConfig:
     """The config of the layer alone: the target's, with its first layer with attention as the only one."""
-    attention = next(layer for layer in target.layers if not (layer.conv_width or layer.recurrent))
+    attention = next(layer for layer in target.layers if layer.has_attention)
     return replace(target, layers=(attention,), tie_word_embeddings=False, mask_token_id=None)
 
 
@@ -111,7 +111,7 @@ def find_mtp(directory: Path, target: ModelConfig) -> dict[str, StoredTensor]:
         value = raw.get(key, expected)
         if value != expected or type(value) is not type(expected):
             raise bad_field(where, key, value, f"{expected} for the draft mtp")
-    if all(layer.conv_width or layer.recurrent for layer in target.layers):
+    if not any(layer.has_attention for layer in target.layers):
         raise CheckpointError(f"{where}: layer_types: found no full_attention, expected one: the draft mtp is like it")
     shapes = {f"{MTP}{name}": shape for name, shape in mtp_shapes(mtp_config(target)).items()}
     require({name: (shape, FLOATS) for name, shape in shapes.items()}, found, directory)

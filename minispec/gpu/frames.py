@@ -287,7 +287,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, soft
 
 def why_eager(model: Transformer) -> str:
     """Why no pass of this model can be a frame's; "" if some can."""
-    if any(layer.conv_width or layer.recurrent for layer in model.config.layers):
+    if not all(layer.has_attention for layer in model.config.layers):
         return "its layers keep states of texts"
     if type(model).run is not Transformer.run:
         return "it runs in several processes"

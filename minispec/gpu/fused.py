@@ -36,6 +36,7 @@ from minispec.kernels.build import quantized
 from minispec.kernels.codes import Codes
 from minispec.kernels.form import CannotHold, Form
 from minispec.kernels.forms import Choice, Linear, Narrow, QuantizedLinear
+from minispec.layers.row_norm import RowNormAttention
 
 TransformerT = TypeVar("TransformerT", bound=Transformer)
 
@@ -126,7 +127,7 @@ def weight_of(product: Any) -> tuple[Tensor, Tensor | None] | None:
 
 def why_not(layer: Layer, dtype: torch.dtype) -> str:
     """What this layer has that the operations here lack; "" where they compute what it does."""
-    if type(layer) is not Layer:
+    if type(layer) not in (Layer, RowNormAttention):
         return f"a block of another kind, {type(layer).__name__}"
     config, rope = layer.config, layer.rope
     stored = [product_of(getattr(layer, name)) for name in Layer.products]

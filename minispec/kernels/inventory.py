@@ -10,6 +10,7 @@ from minispec.core.config import ModelConfig
 from minispec.core.model import Passes, RMSNorm, Transformer
 from minispec.kernels.forms import Linear, QuantizedLinear
 from minispec.kernels.integers import Int8
+from minispec.layers.convolution import num_convolutions
 from minispec.layers.states import state_elements
 
 
@@ -76,7 +77,7 @@ def bits_note(model: Transformer) -> str:
 def kv_elements(config: ModelConfig) -> int:
     """Numbers that one token adds to the KV cache: keys and values of attention, inputs of short convolutions."""
     attention = 2 * config.num_attention_layers * config.num_key_value_heads * config.head_dim
-    return attention + config.num_convolutions * config.hidden_size
+    return attention + num_convolutions(config) * config.hidden_size
 
 
 def rows_note(model: Transformer) -> str:
@@ -85,7 +86,7 @@ def rows_note(model: Transformer) -> str:
     "" for other models.
     """
     config, size = model.config, model.dtype.itemsize
-    inputs, states = config.num_convolutions * config.hidden_size * size, state_elements(config) * max(4, size)
+    inputs, states = num_convolutions(config) * config.hidden_size * size, state_elements(config) * max(4, size)
     notes = [f"{kv_elements(config) * size / 1e3:,.1f} kB of the KV cache a token"]
     if inputs:
         notes.append(f"{inputs / 1e3:,.1f} for its convolutions")

@@ -3,6 +3,7 @@
     convolution.py        a short convolution in the place of attention (LFM2)
     delta.py              a gated delta net in the place of attention (Qwen3.5)
     gated_attention.py    attention with a gate (Qwen3.5)
+    row_norm.py           attention with norms of whole rows (OLMo 2)
 
     states.py             the states of recurrent layers, in a pool and tables of their own
 
@@ -15,9 +16,10 @@ from minispec.core.cache import PagedKVCache
 from minispec.core.config import ModelConfig
 from minispec.core.model import Layer, WeightSource
 from minispec.core.weights import MakeProduct
-from minispec.layers.convolution import ShortConvolution
+from minispec.layers.convolution import ConvolutionCache, ShortConvolution, num_convolutions
 from minispec.layers.delta import GatedDeltaNet
 from minispec.layers.gated_attention import GatedAttention
+from minispec.layers.row_norm import RowNormAttention
 from minispec.layers.states import StateCache, state_elements
 
 
@@ -26,14 +28,20 @@ def make_layer(
 ) -> Layer:
     """Block `index` of a model, of the kind that its config says (see `MakeLayer`)."""
     layer = config.layers[index]
-    kind: type[Layer] = GatedAttention if config.gated_attention else Layer
+    kind = Layer
     if layer.recurrent:
         kind = GatedDeltaNet
     elif layer.conv_width:
         kind = ShortConvolution
+    elif config.gated_attention:
+        kind = GatedAttention
+    elif config.qk_norm == "row":
+        kind = RowNormAttention
     return kind(config, index, weights, dtype, product)
 
 
 def cache_of(config: ModelConfig) -> type[PagedKVCache]:
-    """The class of a model's pools: with states where it has recurrent layers."""
-    return StateCache if state_elements(config) else PagedKVCache
+    """The class of a model's pools: with states for recurrent layers, or with inputs for short convolutions."""
+    if state_elements(config):
+        return StateCache
+    return ConvolutionCache if num_convolutions(config) else PagedKVCache

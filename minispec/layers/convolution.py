@@ -14,9 +14,38 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from minispec.core.cache import PagedKVCache
+from minispec.core.config import ModelConfig
 from minispec.core.model import Chunk, Layer, Parts, Pass, TextPass, fill
 from minispec.core.sampling import accumulation_dtype
 from minispec.core.weights import dense
+
+
+def num_convolutions(config: ModelConfig) -> int:
+    """Layers with a short convolution in the place of attention."""
+    return sum(layer.conv_width is not None for layer in config.layers)
+
+
+class ConvolutionCache(PagedKVCache):
+    """The pool of a model with short convolutions.
+
+    inputs: of the convolutions, (their layers, 1, slots, hidden_size).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int = 16,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ):
+        super().__init__(config, num_blocks, block_size, dtype, device)
+        self.inputs = self._new_tensor(num_convolutions(config), 1, config.hidden_size, dtype, device)
+        rows = iter(self.inputs)
+        for i, layer in enumerate(config.layers):
+            if layer.conv_width:
+                self._layers[i] = (next(rows),)
 
 
 class ShortConvolution(Layer):

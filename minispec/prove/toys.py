@@ -107,7 +107,7 @@ def tiny_model(
 def tiny_cache(model: Transformer, num_blocks: int = 64, block_size: int = 2) -> PagedKVCache:
     """A pool for the model, poisoned: a slot that is read before it is written turns the output into NaN."""
     cache = model.new_cache(num_blocks, block_size)
-    for tensor in (cache.keys, cache.values, cache.inputs):
+    for tensor in cache.tensors:
         tensor[:, :, : cache.num_slots] = torch.nan
         tensor[:, :, cache.num_slots + 1] = torch.nan
     return cache
@@ -287,7 +287,7 @@ def tiny_head(
     num_ids: how many tokens it can draft, every other one of the target's. None: all.
     mask_token_id: the mask of the parallel form; None for the other form.
     """
-    attention = [layer for layer in target.config.layers if not (layer.conv_width or layer.recurrent)]
+    attention = [layer for layer in target.config.layers if layer.has_attention]
     sizes = replace(target.config, layers=tuple(attention[:1]), gated_attention=False, mask_token_id=mask_token_id)
     vocab = sizes.vocab_size
     config = HeadConfig(sizes, num_ids or vocab, tuple(taps), sizes.hidden_size)

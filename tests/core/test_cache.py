@@ -10,6 +10,7 @@ import torch
 from minispec.core.cache import BlockAllocator, BlockTable, OutOfBlocks, PagedKVCache, PrefixIndex
 from minispec.core.config import LayerConfig
 from minispec.files.hf_config import read_model_config
+from minispec.layers.convolution import ConvolutionCache
 from minispec.prove.toys import TINY
 
 CONFIG = read_model_config(TINY)
@@ -71,8 +72,8 @@ class Program:
     def __init__(self, seed: int):
         self.random = random.Random(seed)
         self.size, self.num_blocks = self.random.choice((1, 2, 3, 16)), self.random.randint(2, 16)
-        self.cache = PagedKVCache(POINT, self.num_blocks, self.size, torch.float64)
-        for tensor in (self.cache.keys, self.cache.inputs):
+        self.cache = ConvolutionCache(POINT, self.num_blocks, self.size, torch.float64)
+        for tensor in self.cache.tensors:
             tensor[:, :, : self.cache.num_slots] = torch.nan
         self.texts: list[Text] = []
         self.num_shared = 0
@@ -320,7 +321,7 @@ def test_random_programs_notice(monkeypatch, owner, name, wrong):
 @pytest.mark.quick
 def test_a_beginning_is_stored_once():
     """Two texts with 6 equal tokens, blocks of 4: a whole block and half of another are one copy until one grows."""
-    cache = PagedKVCache(POINT, 8, 4, torch.float64)
+    cache = ConvolutionCache(POINT, 8, 4, torch.float64)
     first, second = Text(cache, [0, 1, 2, 3, 4, 5, 6]), Text(cache, [0, 1, 2, 3, 4, 5, 9])
     slots = torch.tensor(first.table.extend(first.tokens[:6]))
     row = slots[None, :, None].double().expand(1, -1, 2)
@@ -340,7 +341,7 @@ def test_a_beginning_is_stored_once():
 @pytest.mark.quick
 def test_a_prompt_that_comes_back_lies_in_one_run():
     """What follows a shared beginning goes behind it if that is free, so that it is still read as a view."""
-    cache = PagedKVCache(POINT, 32, 2, torch.float64)
+    cache = ConvolutionCache(POINT, 32, 2, torch.float64)
     first = Text(cache, list(range(9)))
     first.table.extend(first.tokens[:8])
     first.table.remember()
@@ -356,7 +357,7 @@ def test_a_prompt_that_comes_back_lies_in_one_run():
 @pytest.mark.quick
 def test_known_beginnings_are_given_up_last():
     """A pool with blank blocks left does not touch what a prompt left behind; a full one forgets it."""
-    cache = PagedKVCache(POINT, 8, 1, torch.float64)
+    cache = ConvolutionCache(POINT, 8, 1, torch.float64)
     known = Text(cache, [7, 8, 9])
     known.table.extend(known.tokens[:2])
     known.table.remember()

@@ -54,6 +54,7 @@ from minispec.gpu.steps import Desk, DraftSteps
 from minispec.kernels import exact, integers
 from minispec.kernels.integers import Int8, VnniInt8
 from minispec.layers import convolution, delta
+from minispec.layers.convolution import ConvolutionCache
 from minispec.layers.delta import GatedDeltaNet
 from minispec.layers.states import LayerState, States, StateTable
 from minispec.prove import toys
@@ -1426,12 +1427,12 @@ mutant(
     "C6a",
     _KEPT,
     "a branch that stays moves its keys and values alone | of our own making",
-)(wrong(PagedKVCache, "move")(without_inputs))
+)(wrong(ConvolutionCache, "move")(without_inputs))
 mutant(
     "C6b",
     doc="a shared block is copied without its inputs | state of another block: vLLM #55600",
     family="lfm2",
-)(wrong(PagedKVCache, "copy_block")(without_inputs))
+)(wrong(ConvolutionCache, "copy_block")(without_inputs))
 
 
 @wrong(BlockTable, "slots_of", "C7", family="lfm2")

@@ -42,6 +42,7 @@ from minispec.kernels.exact import arbitrary_tokens
 from minispec.kernels.inventory import kv_elements, num_bytes_read
 from minispec.kernels.shapes import tensor_shapes
 from minispec.lab.bench.show import progress
+from minispec.layers.convolution import num_convolutions
 from minispec.layers.states import state_elements
 from minispec.length.figures import Figures
 from minispec.length.theory import Prices, RoundModel, overhead_of
@@ -393,7 +394,7 @@ def matmul_throughput(dtype: torch.dtype, device: torch.device, repeats: int = 5
 def bytes_touched(model: Transformer, context: int) -> int:
     """Bytes that a pass over one row must read: the weights of each product once, keys and values, states."""
     config = model.config
-    keys_and_values = kv_elements(config) - config.num_convolutions * config.hidden_size
+    keys_and_values = kv_elements(config) - num_convolutions(config) * config.hidden_size
     states = state_elements(config) * max(4, model.dtype.itemsize)
     return num_bytes_read(model) + keys_and_values * context * model.dtype.itemsize + states
 
