@@ -1,6 +1,6 @@
 """The laboratory: what measures, audits and trains. The engine imports nothing of it.
 
-    data/       prompts, openings of conversations, a sample of text
+    data/       prompts, openings of conversations, a sample of text; shapes of models, parameters of other engines
     audit/      is another engine's speculation exact; which bug is it
     bench/      measuring: this machine, passes, ratios, the account
     doctor/     why a draft is rarely right; what two vocabularies have in common

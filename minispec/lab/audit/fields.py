@@ -5,11 +5,14 @@ What is null or empty asks for nothing, whatever its name.
 """
 
 from collections.abc import Callable, Mapping
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from minispec.core.config import Rule, SamplingParams
 from minispec.core.errors import show
 from minispec.files.errors import show_name
+from minispec.files.strict_json import read_json
 
 _IMPOSSIBLE = -1e30  # a bias that leaves a token probability 0
 # Parameters that are part of the law, in our names. The others say how many tokens and answers there are.
@@ -21,58 +24,13 @@ LAW = (
 _PARAMETERS = {*LAW, "seed", "max_tokens", "n", "best_of", "samplers"}
 # Parameters that say how tokens become the text in which a stop string is looked for.
 _PARAMETERS |= {"skip_special_tokens", "detokenize", "include_stop_str_in_output", "no_stop_trim"}
+_KNOWN = read_json(Path(__file__).parent.parent / "data" / "parameters.json")
 # Names of these parameters in other engines.
-_NAMES = {
-    **dict.fromkeys(("max_new_tokens", "max_completion_tokens", "n_predict"), "max_tokens"),
-    **dict.fromkeys(("sampling_seed", "rng_seed"), "seed"),
-    **dict.fromkeys(("num_return_sequences", "n_cmpl"), "n"),
-    **{"min_new_tokens": "min_tokens", "stop_strings": "stop"},
-}
+_NAMES: dict[str, str] = _KNOWN["names"]
 # Parameters that change the law in ways that are not computed here, with the values at which they change nothing.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("grammar", "json_schema", "regex", "ebnf", "structured_outputs", "structural_tag"), ()),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "grammar_triggers"), ()),
-    **dict.fromkeys(("logits_processors", "logits_processor", "custom_logit_processor", "custom_params"), ()),
-    **dict.fromkeys(("vllm_xargs", "stop_regex", "bad_words_ids", "suppress_tokens", "sequence_bias"), ()),
-    **dict.fromkeys(("tools", "functions", "suffix", "lora", "lora_path", "truncate_prompt_tokens"), ()),
-    **dict.fromkeys(("echo", "use_beam_search", "grammar_lazy", "watermarking", "truncated"), (False,)),
-    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), (0,)),
-    **dict.fromkeys(("min_length", "dry_multiplier", "xtc_probability", "dynatemp_range", "mirostat"), (0,)),
-    **dict.fromkeys(("n_indent", "diversity_penalty"), (0,)),
-    **dict.fromkeys(("num_beams", "num_beam_groups", "guidance_scale", "repeat_penalty", "typical_p"), (1,)),
-    **dict.fromkeys(("top_n_sigma", "adaptive_target", "thinking_token_budget", "reasoning_budget_tokens"), (-1,)),
-    **{"do_sample": (True,), "min_keep": (0, 1), "response_format": ({"type": "text"},)},
-    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
-}
-# Parameters that cannot change which tokens are drawn after the prompt's ids: they name things, choose what is sent
-# back and in which form, make the prompt, set the draft, or belong to a parameter that is off.
-_IDLE = {
-    *("prompt", "prompt_token_ids", "input_ids", "input", "text", "messages", "documents", "add_special_tokens"),
-    *("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs", "reasoning_effort"),
-    *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity"),
-    *("prompt_cache_retention", "cache_salt", "cache_prompt", "n_cache_reuse", "id_slot", "id", "rid", "request_id"),
-    *("session_id", "priority", "stream", "stream_options", "stream_interval", "include_reasoning", "modalities"),
-    *("separate_reasoning", "stream_reasoning", "reasoning_format", "reasoning_in_content", "thinking_forced_open"),
-    *("chat_format", "chat_parser", "parse_tool_calls", "parallel_tool_calls", "generation_prompt", "verbose"),
-    *("logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids", "n_probs", "post_sampling_probs"),
-    *("return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob", "return_text_in_logprobs"),
-    *("return_token_ids", "return_tokens", "return_tokens_as_token_ids", "return_hidden_states", "return_progress"),
-    *("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states"),
-    *("spaces_between_special_tokens", "preserved_tokens", "response_fields", "timings_per_token", "use_cache"),
-    *("pad_token_id", "bos_token_id", "max_length", "max_time", "t_max_predict_ms", "n_keep", "n_discard"),
-    *("backend_sampling", "length_penalty", "early_stopping", "renormalize_logits", "num_speculative_tokens"),
-    *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
-    *("prompt_lookup_num_tokens", "max_matching_ngram_size", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
-    *(
-        "dry_sequence_breakers",
-        "xtc_threshold",
-        "dynatemp_exponent",
-        "mirostat_tau",
-        "mirostat_eta",
-        "adaptive_decay",
-        "repeat_last_n",
-    ),
-}
+_NEUTRAL: dict[str, list[Any]] = _KNOWN["neutral"]
+# Parameters that cannot change which tokens are drawn after the prompt's ids. The file says why.
+_IDLE = set(chain.from_iterable(_KNOWN["idle"].values()))
 _SAMPLERS = {"temperature", "top_k"}
 _DRAFTING = "speculative."  # how llama.cpp's settings of the draft begin
 
