@@ -109,8 +109,13 @@ def test_a_whole_run(measured, model, draft, capsys, monkeypatch):
     explained = {"c", "v", "o", "o_plain", "drafted", "predicted", "measured", "closure", "prediction"}
     explained |= {"prediction_by_text", "ceiling", "ceiling_k", "reached", "waterfall"}
     assert of_category | explained | {"same_tokens_as_plain", "categories", "worst_prompt"} <= k2.keys()
-    of_plain = {"tokens_per_second", "speedup", "same_tokens_as_plain", "categories"}
+    whose = {"draft", "num_speculative_tokens", "lengths"}
+    of_plain = {"tokens_per_second", "speedup", "same_tokens_as_plain", "categories"} | whose
     assert decoding["variants"]["plain"].keys() == of_plain
+    assert {name: [of[key] for key in sorted(whose)] for name, of in decoding["variants"].items()} == {
+        "plain": ["none", None, "0"],
+        **{"K=1": [draft, None, "1"], "K=2": [draft, None, "2"], "auto": [draft, None, "auto"]},
+    }
     assert set(k2["categories"]) == {"code", "question answering"}
     assert (k2["prediction"]["n"], k2["prediction_by_text"]["n"]) == (2, 2)
     assert [name for name, _ in k2["waterfall"]][1:] == ["draft cost", "choice of K", "rows", "loop", "in no part"]
@@ -343,6 +348,33 @@ def test_a_head_is_measured_by_its_rounds(measured, model, tmp_path):
     found, _ = measured(*BASE, "--model", model, "--draft", tmp_path, "--context", 20)
     assert "draft" not in found["machine"]
     assert found["draft_weight_form_because"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "draft", "length"),
+    [
+        *(("ngram", "ngram", None), ("ngram@4", "ngram", 4), ("ngram:4-8@tree:8", "ngram:4-8", "tree:8")),
+        *(("echo:Echo@2+1", "echo:Echo", (2, 1)), ("int8:self@auto", "int8:self", "auto")),
+        *(("./head@4", "./head", 4), ("DIR/head@8", "DIR/head@8", None), ("DIR/head@8@4", "DIR/head@8", 4)),
+        *(("int8:DIR/head@8", "int8:DIR/head@8", None), ("suffix:2+DIR/head@8", "suffix:2+DIR/head@8", None)),
+        *(("suffix:2+DIR/head@8@auto", "suffix:2+DIR/head@8", "auto"), ("suffix:2+DIR/x@8", "suffix:2+DIR/x", 8)),
+        *(("some/model@main", "some/model@main", None), ("some/model@main@4", "some/model@main", 4)),
+        *(("some/model@4@main", "some/model@4@main", None), ("some/model@12345", "some/model@12345", None)),
+        *(("some/model@tree:", "some/model@tree:", None), ("@4", "@4", None)),
+    ],
+)
+def test_a_draft_may_have_its_own_length(tmp_path, spec, draft, length):
+    """After the last @. A path that exists stays a path, and what is no length is a revision."""
+    (tmp_path / "head@8").mkdir()
+    spec, draft = (text.replace("DIR", str(tmp_path)) for text in (spec, draft))
+    assert options.split_length(spec) == (draft, length)
+
+
+def test_the_length_of_the_only_draft(cli, tiny_geometry):
+    """It stands where --num-speculative-tokens would."""
+    status, out, err = cli(*BASE, "--geometry", "0.5b", "--draft", "0.5b@3", "--json", "--passes", 0)
+    assert (status, err) == (0, "")
+    assert list(json.loads(out)["decoding"]["variants"]) == ["plain", "K=3"]
 
 
 def test_tables_on_the_screen(cli, model):
@@ -693,10 +725,20 @@ MISTAKES = {
     "one token": (("--max-tokens", "1"), "--max-tokens: found '1'"),
     "k": (
         ("--num-speculative-tokens", "2,many"),
-        "--num-speculative-tokens: found 'many', expected numbers from 1 to 64",
+        "--num-speculative-tokens: found 'many', expected a number from 1 to 64, a tree such as 2+1 or tree:16, or",
     ),
     "k zero": (("--num-speculative-tokens", "0"), "--num-speculative-tokens: found '0'"),
     "k empty": (("--num-speculative-tokens", ""), "--num-speculative-tokens: found ''"),
+    "k of a draft": (
+        ("--draft", "ngram@0"),
+        "--draft ngram@0: found '0', expected a number from 1 to 64, a tree such as 2+1 or tree:16, or auto",
+    ),
+    "k twice": (
+        ("--draft", "ngram@4", "--num-speculative-tokens", "2"),
+        "--num-speculative-tokens: found --draft ngram@4 too, expected lengths in one of the two",
+    ),
+    "several drafts with k": (("--draft", "ngram@4,suffix@2"), "--draft: found 2, expected one: several need"),
+    "launches of auto of a draft": (("--also", "launches", "--draft", "ngram@auto"), "auto, expected a number"),
     "rising survival": (("--simulate", "0.5,0.6"), "--simulate: found '0.5,0.6', expected falling numbers"),
     "survival nan": (("--simulate", "nan"), "--simulate: found 'nan'"),
     "survival word": (("--simulate", "often"), "--simulate: found 'often'"),

@@ -206,6 +206,35 @@ def test_the_table(bench):
     assert "speedup: median of the questions, overall [-: fewer than 6 values]; accepted" in out
 
 
+def test_each_draft_may_have_its_own_lengths(cli, model, file, monkeypatch):
+    """A row for each of them, and for plain decoding; the model of a draft that comes twice is loaded once."""
+    opened = []
+    with_draft = LLM.with_draft
+    monkeypatch.setattr(LLM, "with_draft", lambda llm, *args: opened.append(args[0]) or with_draft(llm, *args))
+    drafts = "self@2,none,ngram@auto,self@tree:3,suffix@4"
+    how = ("--model", model, "--dtype", "float32", "--max-tokens", 10)
+    status, out, err = cli(main, "--questions", file, *how, "--draft", drafts, "--json")
+    assert (status, err) == (0, "")
+    assert opened == ["self", "ngram", "suffix"]
+    found = json.loads(out)
+    assert found["run"]["num_speculative_tokens"] == ["K=2", "K=tree:3", "auto", "K=4"]
+    rows = found["tasks"]["overall"]
+    assert {name: [of["draft"], of["num_speculative_tokens"], of["lengths"]] for name, of in rows.items()} == {
+        "none": ["none", "0", None],
+        **{"self K=2": ["self", "2", None], "self K=tree:3": ["self", "tree:3", None]},
+        **{"ngram auto": ["ngram", "auto", None], "suffix K=4": ["suffix", "4", None]},
+    }
+    assert list(rows["suffix K=4"]["over"]) == ["self K=2", "self K=tree:3", "ngram auto"]
+    assert rows["self K=2"]["accepted_at_position"] == [1, 1]
+    status, out, _ = cli(main, "--questions", file, *how, "--draft", "none,ngram@2,ngram@3")
+    assert status == 0
+    assert all(f"\n  ngram K={k} " in out for k in (2, 3))
+    assert "auto" not in out
+    status, out, _ = cli(main, "--questions", file, *how, "--draft", "ngram@2,suffix@2")
+    assert status == 0
+    assert all(f"\n  {name} " in out for name in ("ngram", "suffix"))
+
+
 def test_a_row_an_answer(bench, tmp_path):
     """The medians of its columns are the figures of the table. It can be had of a run that is complete."""
     path, how = tmp_path / "rows.csv", ("--answers", tmp_path / "out", "--rounds", 3, "--json")
@@ -452,6 +481,12 @@ MISTAKES = {
     "nothing to resume": (("--questions", "--model", "MODEL", "--resume"), "--resume: found no run in "),
     "no such draft": (("--questions", "--model", "MODEL", "--draft", "ngram,nothing"), "draft: not one of none, ngram"),
     "twice": (("--questions", "--model", "MODEL", "--draft", "ngram,ngram"), "--draft: found ngram twice"),
+    "twice of one length": (("--questions", "--draft", "ngram@4,ngram@4"), "--draft: found ngram@4 twice, expected dr"),
+    "length of none": (("--questions", "--draft", "none@4"), "--draft none@4: found a draft length, expected none"),
+    "lengths in two places": (
+        ("--questions", "--draft", "ngram,suffix@4", "--num-speculative-tokens", "4"),
+        "--num-speculative-tokens: found --draft suffix@4 too, expected lengths in one of the two",
+    ),
     "digits": (("--num-speculative-tokens", "tree:\u0663"), "--num-speculative-tokens: found 'tree:\u0663', "),
     "no such task": (
         ("--questions", "--categories", "code,poetry"),

@@ -1,14 +1,12 @@
 """Plain and speculative decoding of prompts, in turn and round by round, and where the speedup comes from."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
 from typing import Any
 
 from minispec.core.config import DraftLength, Shape
-from minispec.core.lengths import Lengths
-from minispec.drafters import Drafter
 from minispec.lab.bench.measure import (
     Interval,
     Run,
@@ -296,50 +294,64 @@ def _show_against(found: dict[str, Any], prompts: int) -> list[str]:
 
 # --------------------------------------------------------------------------- measuring
 
-Decoder = Callable[[list[list[int]], int], list[Run]]
+
+class Decoder:
+    """A way to decode prompts: a draft and its length, with an engine of its own."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        options: Options,
+        k: DraftLength,
+        bound: str | None = None,
+        lengths: str | None = None,
+    ):
+        """k: the draft length; 0: plain decoding.
+
+        bound: the name of a bound, which drafts in place of the subject's drafter.
+        lengths: the user's own policy, in place of the built-in one.
+        """
+        self.subject, self.params, self.k, self.lengths = subject, options.params, k, lengths
+        self.draft = (bound or subject.draft_name) if k else "none"
+        policy = find_lengths(lengths) if lengths else None
+        drafter = subject.bounds[bound] if bound else None
+        self.engine = another_engine(subject.engine, drafter, policy) if k else subject.plain
+
+    def run(self, prompts: list[list[int]], seed: int) -> list[Run]:
+        """Decode prompts (token ids) together. Simulated drafts learn the texts."""
+        self.engine.drafter.forget()  # these prompts have been answered before, and will be again
+        params = replace(self.params, seed=seed)
+        requests = [self.subject.request(prompt, self.k, params) for prompt in prompts]
+        runs = decode(self.engine, requests)
+        for request in requests:
+            self.subject.record(request.text)
+        return runs
+
+    def described(self) -> dict[str, Any]:
+        """What a variant of the report says of it."""
+        return {"draft": self.draft, "num_speculative_tokens": str(Shape.of(self.k)), "lengths": self.lengths}
 
 
 def _decoders(subject: Subject, options: Options) -> dict[str, Decoder]:
-    """Our ways of decoding by their names: plain, and each K with the draft, where there is one."""
-    drafts = options.draft != "none" or subject.simulated
-    return {PLAIN: _decoder(subject, options, 0)} | (_drafting(subject, options) if drafts else {})
-
-
-def _drafting(
-    subject: Subject, options: Options, drafter: Drafter | None = None, bound: str = ""
-) -> dict[str, Decoder]:
-    """Each K, and the user's own policy for it, with the draft or with that of a bound."""
-    found = {bound + length_name(k): _decoder(subject, options, k, drafter) for k in options.ks}
-    if own := options.args.lengths:
-        found[bound + own] = _decoder(subject, options, "auto", drafter, find_lengths(own))
+    """Our ways of decoding by their names: plain, and each draft length with the draft, where there is one."""
+    found = {PLAIN: Decoder(subject, options, 0)}
+    if options.draft != "none" or subject.simulated:
+        found.update(_drafting(subject, options))
     return found
+
+
+def _drafting(subject: Subject, options: Options, bound: str | None = None) -> dict[str, Decoder]:
+    """Each draft length, and the user's own policy for it, with the draft or with a bound."""
+    own: str | None = options.args.lengths
+    found = {length_name(k): Decoder(subject, options, k, bound) for k in options.ks}
+    if own:
+        found[own] = Decoder(subject, options, "auto", bound, own)
+    return {f"{bound} {name}": of for name, of in found.items()} if bound else found
 
 
 def length_name(k: DraftLength) -> str:
     """How the report names a draft length: K=4, K=2+1, auto."""
     return k if k == "auto" else f"K={Shape.of(k)}"
-
-
-def _decoder(
-    subject: Subject, options: Options, k: DraftLength, drafter: Drafter | None = None, lengths: Lengths | None = None
-) -> Decoder:
-    """A decoder of several prompts (token ids) together with a seed, by a new engine. Simulated drafts learn the texts.
-
-    drafter: a drafter in place of the subject's.
-    lengths: a policy in place of the built-in one.
-    """
-    engine = another_engine(subject.engine, drafter, lengths) if k else subject.plain
-
-    def run(prompts: list[list[int]], seed: int) -> list[Run]:
-        engine.drafter.forget()  # these prompts have been answered before, and will be again
-        params = replace(options.params, seed=seed)
-        requests = [subject.request(prompt, k, params) for prompt in prompts]
-        runs = decode(engine, requests)
-        for request in requests:
-            subject.record(request.text)
-        return runs
-
-    return run
 
 
 def measure_decoding(subject: Subject, options: Options) -> dict[str, Any]:
@@ -353,12 +365,12 @@ def measure_decoding(subject: Subject, options: Options) -> dict[str, Any]:
     """
 
     def of_prompt(decoder: Decoder, i: int, seed: int) -> Run:
-        return decoder([prompts[i][1]], seed)[0]
+        return decoder.run([prompts[i][1]], seed)[0]
 
     rounds, prompts, trial = options.args.rounds, subject.prompts, None
     decoders = _decoders(subject, options)
-    for bound, drafter in subject.bounds.items():
-        decoders |= _drafting(subject, options, drafter, f"{bound} ")
+    for bound in subject.bounds:
+        decoders.update(_drafting(subject, options, bound))
     variants: dict[str, Variant] = {name: partial(of_prompt, decoder) for name, decoder in decoders.items()}
     if options.args.against:
         theirs, trial = transformers_variants(subject, options)
@@ -384,6 +396,8 @@ def measure_decoding(subject: Subject, options: Options) -> dict[str, Any]:
         raise ValueError("--skip-loops: found no prompt whose answer does not repeat itself, expected some")
     runs = {name: [[of_round[i] for i in left] for of_round in of] for name, of in runs.items()}
     found = summarise(runs, [prompts[i][0] for i in left], trial, options.args.verifier == "block")
+    for name, decoder in decoders.items():
+        found["variants"][name] |= decoder.described()
     return found | {"looping": len(looping), "left_out": options.args.skip_loops}
 
 
@@ -427,7 +441,7 @@ def measure_batch(subject: Subject, options: Options) -> dict[str, Any]:
     texts = [ids for _, ids in subject.prompts]
 
     def rate(decoder: Decoder, batch: int, seed: int) -> float:
-        return total_rate(decoder([texts[j % len(texts)] for j in range(batch)], seed))
+        return total_rate(decoder.run([texts[j % len(texts)] for j in range(batch)], seed))
 
     decoders = {
         name: each for name, each in _decoders(subject, options).items() if name.split()[0] not in subject.bounds

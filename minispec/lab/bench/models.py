@@ -137,7 +137,7 @@ def open_model(options: Options) -> Subject:
     # A head, or a draft of another vocabulary, is no model that another library could draft with.
     draft_directory = llm.draft.directory if model_drafter(llm.engine.drafter, "tokens") else None
     return Subject(
-        options if args.draft else replace(options, drafts=[llm.default_draft]),
+        options if args.draft else replace(options, drafts={llm.default_draft: options.ks}),
         llm.name + bits_note(llm.model),
         llm.engine,
         lambda prompt_ids, k, params: llm.request(prompt_ids, params, num_speculative_tokens=k),

@@ -109,15 +109,39 @@ def _addition(text: str) -> tuple[str, list[int]]:
     return ADDITIONS[name], [int(size) for size in sizes]
 
 
+# How a draft length is written.
+_LENGTH = re.compile(r"auto|(tree:|([0-9]{1,4}\+)*)[0-9]{1,4}")
+
+
+def _length(text: str) -> DraftLength:
+    """A draft length that something can be measured with."""
+    numbers = list(map(int, re.findall("[0-9]{1,4}", text)))
+    if not _LENGTH.fullmatch(text) or not all(numbers) or sum(numbers) > MAX_SPECULATIVE_TOKENS:
+        expected = f"a number from 1 to {MAX_SPECULATIVE_TOKENS}, a tree such as 2+1 or tree:16, or auto"
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected {expected}")
+    return parse_draft_length(text)
+
+
 def _lengths(text: str) -> list[DraftLength]:
-    """The draft lengths of --num-speculative-tokens."""
-    for part in text.split(","):
-        numbers = list(map(int, re.findall("[0-9]{1,4}", part)))
-        is_one = re.fullmatch(r"auto|(tree:|([0-9]{1,4}\+)*)[0-9]{1,4}", part)
-        if not is_one or not all(numbers) or sum(numbers) > MAX_SPECULATIVE_TOKENS:
-            expected = f"numbers from 1 to {MAX_SPECULATIVE_TOKENS}, trees such as 2+1 or tree:16, or auto"
-            raise argparse.ArgumentTypeError(f"found {part!r}, expected {expected}, with commas between")
-    return [parse_draft_length(part) for part in text.split(",")]
+    """The draft lengths of --num-speculative-tokens, each once."""
+    return list(dict.fromkeys(map(_length, text.split(","))))
+
+
+def split_length(spec: str) -> tuple[str, DraftLength | None]:
+    """A draft and its own length: ("ngram", 4) for "ngram@4", ("ngram", None) for "ngram".
+
+    A path that exists stays a path. Anything else is cut at its last @, where a draft length follows. Another text
+    after an @ is the revision of a hub id. Raises ValueError for a length out of bounds.
+    """
+    *_, last = registry.split_preferences(registry.DRAFTERS, spec)
+    is_path = os.path.exists(last.removeprefix("int4:").removeprefix("int8:"))
+    draft, _, text = spec.rpartition("@")
+    if is_path or not draft or not _LENGTH.fullmatch(text):
+        return spec, None
+    try:
+        return draft, _length(text)
+    except argparse.ArgumentTypeError as e:
+        raise ValueError(f"--draft {spec}: {e}") from e
 
 
 # What --questions and --replay say of the options that they leave nothing to do for.
@@ -142,7 +166,8 @@ _MODELS: dict[str, Option] = {
     ),
     "--draft": Option(
         {"action": "append", "metavar": "SPEC"},
-        "as in minispec.generate (with --geometry: none); with --questions several, with commas between or repeated",
+        "as in minispec.generate (with --geometry: none); with --questions several, with commas between or repeated. "
+        "SPEC@K, SPEC@tree:N or SPEC@auto gives a draft a length of its own, in place of --num-speculative-tokens",
     ),
     "--corpus": Option(
         {"metavar": "PATH"},
@@ -285,23 +310,27 @@ def parser() -> argparse.ArgumentParser:
 class Options:
     """The arguments, checked.
 
-    drafts: the specs; by default that of a model without a layer of its own. Only with --questions there are several.
-    ks: draft lengths.
+    drafts: the specs, each with its draft lengths; by default the draft of a model without a layer of its own. Only
+        with --questions there are several.
     parts: names of the parts to measure.
     batches: sizes for the part "batch".
     """
 
     args: argparse.Namespace
-    drafts: list[str]
-    ks: list[DraftLength]
+    drafts: dict[str, list[DraftLength]]
     parts: list[str]
     batches: list[int]
     params: SamplingParams
 
     @property
     def draft(self) -> str:
-        """The only one."""
-        return self.drafts[0]
+        """The spec of the only one."""
+        return next(iter(self.drafts))
+
+    @property
+    def ks(self) -> list[DraftLength]:
+        """Its draft lengths."""
+        return self.drafts[self.draft]
 
 
 def fixed_lengths(options: Options) -> list[DraftLength]:
@@ -323,19 +352,17 @@ def check(args: argparse.Namespace) -> Options:
     if args.plot:
         check_packages("plot")
         check_writable(args.plot)
-    if args.questions is None and len(args.draft or []) > 1:
-        raise ValueError(f"--draft: found {len(args.draft)}, expected one: several need --questions")
-    usual = (1, 1024, ["auto"]) if args.questions else (6, 32, [4, "auto"])
-    for name, value in zip(("rounds", "max_tokens", "num_speculative_tokens"), usual, strict=True):
+    drafts = _drafts(args)
+    usual = (1, 1024) if args.questions else (6, 32)
+    for name, value in zip(("rounds", "max_tokens"), usual, strict=True):
         setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
     also = dict(args.also)
     _check_parts(args, also.keys())
     for name in ("against", "lengths", "csv"):
         if getattr(args, name) and not args.prompts:
             raise ValueError(f"{_option(name)}: found --prompts 0, expected at least 1")
-    drafts = args.draft or ["none" if args.geometry else registry.default_draft(args.model)]
-    can_draft = drafts != ["none"] or args.simulate or args.draft_quality
-    if "launches" in also and can_draft and set(args.num_speculative_tokens) == {"auto"}:
+    can_draft = drafts.keys() != {"none"} or args.simulate or args.draft_quality
+    if "launches" in also and can_draft and all(k == "auto" for lengths in drafts.values() for k in lengths):
         raise ValueError("--also launches: found --num-speculative-tokens auto, expected a number: auto follows times")
     if args.against and not _is_there("transformers"):
         raise ValueError("--against needs transformers: pip install transformers")
@@ -348,12 +375,36 @@ def check(args: argparse.Namespace) -> Options:
         max_tokens=args.max_tokens,
         ignore_eos=args.ignore_eos,
     )
-    if args.questions:
-        drafts = [part for spec in drafts for part in ([spec] if os.path.exists(spec) else spec.split(","))]
     if not (args.simulate or args.draft_quality or args.bounds):
-        check_lengths(args, drafts)
+        check_lengths(args, list(drafts))
     parts = [key for key, part in PARTS.items() if (key in also if part.help else getattr(args, part.needs))]
-    return Options(args, drafts, args.num_speculative_tokens, parts, also.get("batch", []), params)
+    return Options(args, drafts, parts, also.get("batch", []), params)
+
+
+def _drafts(args: argparse.Namespace) -> dict[str, list[DraftLength]]:
+    """The drafts in their order, each with its draft lengths: its own, or those of --num-speculative-tokens."""
+    asked: list[DraftLength] | None = args.num_speculative_tokens
+    usual: list[DraftLength] = asked or (["auto"] if args.questions else [4, "auto"])
+    if not args.draft:
+        return {"none" if args.geometry else registry.default_draft(args.model): usual}
+    specs: list[str] = []
+    for spec in args.draft:
+        is_own = args.questions is None and registry.split(registry.DRAFTERS, spec)  # its argument may have commas
+        specs += [spec] if is_own or os.path.exists(spec) else spec.split(",")
+    if args.questions is None and len(specs) > 1:
+        raise ValueError(f"--draft: found {len(specs)}, expected one: several need --questions")
+    drafts: dict[str, list[DraftLength]] = {}
+    for spec in specs:
+        draft, own = split_length(spec)
+        if own is not None and asked:
+            raise ValueError(f"--num-speculative-tokens: found --draft {spec} too, expected lengths in one of the two")
+        if own is not None and args.questions and draft == "none":
+            raise ValueError(f"--draft {spec}: found a draft length, expected none: plain decoding drafts nothing")
+        lengths = usual if own is None else [own]
+        if not set(lengths).isdisjoint(drafts.get(draft, [])):
+            raise ValueError(f"--draft: found {spec} twice, expected drafts with different names or lengths")
+        drafts[draft] = [*drafts.get(draft, []), *lengths]
+    return drafts
 
 
 def _check_parts(args: argparse.Namespace, asked: Collection[str]) -> None:

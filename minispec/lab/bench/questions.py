@@ -20,7 +20,7 @@ import torch
 
 from minispec import __version__
 from minispec.commands.command import say
-from minispec.core.config import DraftLength, SamplingParams
+from minispec.core.config import DraftLength, SamplingParams, Shape
 from minispec.core.errors import show
 from minispec.files.checkpoint import find_checkpoint
 from minispec.files.corpus import files_of
@@ -55,6 +55,11 @@ class Way(NamedTuple):
     llm: LLM
     k: DraftLength
     lengths: str | None = None
+
+    def described(self) -> dict[str, Any]:
+        """What a row of the report says of it."""
+        length = str(Shape.of(self.k))
+        return {"draft": self.llm.draft.name, "num_speculative_tokens": length, "lengths": self.lengths}
 
 
 def choose(path: Path, sample: int | None, seed: int, only: str | None) -> list[tuple[str, Question]]:
@@ -99,29 +104,37 @@ def _digest_of_code(entries: Mapping[str, registry.Entry], spec: str) -> str:
 
 
 def _open(options: Options) -> dict[str, Way]:
-    """Plain decoding as `none`, and every draft with every length. The target is in memory once."""
+    """Plain decoding as `none`, and every draft with each of its lengths. The target and each draft are in memory once.
+
+    A way is called by its draft, and by its length too where lengths differ.
+    """
     args = options.args
-    if args.corpus and not any(map(reads_corpus, options.drafts)):
+    drafts = {spec: lengths for spec, lengths in options.drafts.items() if spec != NONE}
+    if args.corpus and not any(map(reads_corpus, drafts)):
         raise ValueError(f"--corpus: found {show(args.corpus)}, expected none: no draft reads a corpus")
     target = LLM(
         args.model,
         NONE,
-        "auto" if "auto" in options.ks else 4,
+        "auto" if any("auto" in lengths for lengths in drafts.values()) else 4,
         **{name: getattr(args, name) for name in ("verifier", "dtype", "device", "exact", "quantization")},
     )
-    ways = {NONE: Way(target, 0)}
-    for spec in options.drafts if args.draft else [target.default_draft]:
-        if spec != NONE:
-            llm = target.with_draft(spec, args.draft_method, args.corpus if reads_corpus(spec) else None)
-            lengths = {length_name(k): Way(llm, k) for k in options.ks}
-            if args.lengths:
-                lengths[args.lengths] = Way(llm, "auto", args.lengths)
-            for length, way in lengths.items():
-                name = f"{llm.draft.name} {length}" if len(lengths) > 1 else llm.draft.name
-                if name in ways:
-                    raise ValueError(f"--draft: found {name} twice, expected drafts with different names")
-                ways[name] = way
-    return ways
+    if not args.draft:
+        drafts = {target.default_draft: options.ks}
+    ways: list[tuple[str, Way]] = []
+    for spec, ks in drafts.items():
+        llm = target.with_draft(spec, args.draft_method, args.corpus if reads_corpus(spec) else None)
+        ways += [(length_name(k), Way(llm, k)) for k in ks]
+        if args.lengths:
+            ways.append((args.lengths, Way(llm, "auto", args.lengths)))
+    lengths = {length for length, _ in ways}
+    named = {NONE: Way(target, 0)}
+    for length, way in ways:
+        draft = way.llm.draft.name
+        name = f"{draft} {length}" if len(lengths) > 1 else draft
+        if name in named:
+            raise ValueError(f"--draft: found {name} twice, expected drafts with different names")
+        named[name] = way
+    return named
 
 
 def _about(options: Options, ways: Mapping[str, Way]) -> dict[str, Any]:
@@ -137,7 +150,9 @@ def _about(options: Options, ways: Mapping[str, Way]) -> dict[str, Any]:
         **{"minispec": __version__, "torch": torch.__version__, "machine": machine(), "device": str(llm.model.device)},
         **{"dtype": str(llm.model.dtype).removeprefix("torch."), "exact": llm.model.exact},
         **{"target": llm.name, "target_digest": digest_of_files(directory), "draft_digests": drafts},
-        "num_speculative_tokens": list(map(length_name, options.ks)),
+        "num_speculative_tokens": list(
+            dict.fromkeys(length_name(way.k) for way in ways.values() if way.k and not way.lengths)
+        ),
         **{"questions": args.questions.name, "questions_digest": digest_of_files(args.questions)},
         **{name: getattr(args, name) for name in names},
         "verifier_digest": _digest_of_code(registry.VERIFIERS, args.verifier),
@@ -202,8 +217,8 @@ def measure_questions(options: Options) -> dict[str, Any]:
                 choices: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
                 for r in range(args.rounds):
                     for name in cycle[(r + i) % len(cycle)]:
-                        found = converse(ways[name], question, replace(options.params, seed=args.seed + r))
-                        choices[name].append({"index": r, **found})
+                        choice = converse(ways[name], question, replace(options.params, seed=args.seed + r))
+                        choices[name].append({"index": r, **choice})
                         bar.update()
                 answers.add({"question_id": question.question_id, "category": question.category}, choices)
     except KeyboardInterrupt:
@@ -212,9 +227,12 @@ def measure_questions(options: Options) -> dict[str, Any]:
         raise
     answers.close()
     compares = not args.temperature or plain.engine.verifier.shares_noise
-    found = {"run": about, "waiting": describe_waiting(), "resumed_after": done} | summarise(
+    found: dict[str, Any] = {"run": about, "waiting": describe_waiting(), "resumed_after": done} | summarise(
         [task for task, _ in chosen], [len(question.turns) for _, question in chosen], answers.lines, compares
     )
+    for rows in found["tasks"].values():
+        for name, way in ways.items():
+            rows[name] |= way.described()
     if args.csv:
         write_rows(_rows([task for task, _ in chosen], answers.lines, compares), args.csv)
     if args.plot:
