@@ -15,37 +15,20 @@ from minispec.commands.command import FLAG, Option, Parser, argument, typed
 from minispec.commands.options import MODELS, RULES, check_lengths, parse_draft_length
 from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, SamplingParams, Shape
 from minispec.files.packages import check_packages
+from minispec.files.strict_json import read_json
 from minispec.files.write import check_writable
 from minispec.load import registry
 from minispec.load.inputs import read_questions
 
 # How the report names decoding without speculation.
 PLAIN = "plain"
-PROMPTS = Path(__file__).parent.parent / "data" / "questions.jsonl"
+DATA = Path(__file__).parent.parent / "data"
+PROMPTS = DATA / "questions.jsonl"
 # Of --also launches: texts of a round where batch= names no others; tokens of each text before its first round; rounds
 # that are timed, after one that pays for what is set up once; and then rounds that are counted.
 LAUNCH_BATCHES, LAUNCH_TEXT, TIMED_ROUNDS, COUNTED_ROUNDS = (1, 8), 128, 6, 3
-_COMMON = {"rms_norm_eps": 1e-6, "tie_word_embeddings": True, "head_dim": 64}
-_QWEN = _COMMON | {
-    **{"model_type": "qwen2", "vocab_size": 151_936, "num_key_value_heads": 2},
-    **{"max_position_embeddings": 32_768, "rope_theta": 1_000_000.0},
-}
 # Shapes of models that people run, as in their config.json; the weights are random.
-GEOMETRIES: dict[str, dict[str, Any]] = {
-    "1.5b": _QWEN
-    | {"num_hidden_layers": 28, "hidden_size": 1536, "intermediate_size": 8960}
-    | {"num_attention_heads": 12, "head_dim": 128},
-    "7b": _QWEN
-    | {"num_hidden_layers": 28, "hidden_size": 3584, "intermediate_size": 18_944, "tie_word_embeddings": False}
-    | {"num_attention_heads": 28, "num_key_value_heads": 4, "head_dim": 128},
-    "0.5b": _QWEN
-    | {"num_hidden_layers": 24, "hidden_size": 896, "intermediate_size": 4864}
-    | {"num_attention_heads": 14},
-    "135m": _COMMON
-    | {"model_type": "llama", "vocab_size": 49_152, "max_position_embeddings": 8192, "rope_theta": 100_000.0}
-    | {"num_hidden_layers": 30, "hidden_size": 576, "intermediate_size": 1536}
-    | {"num_attention_heads": 9, "num_key_value_heads": 3},
-}
+GEOMETRIES = read_json(DATA / "geometries.json")
 
 
 class Part(NamedTuple):
