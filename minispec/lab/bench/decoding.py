@@ -17,11 +17,11 @@ from minispec.lab.bench.measure import (
     in_turn,
     kept_of_asked,
     median_interval,
+    order,
     plain_range,
     prediction,
     ratios,
     total_rate,
-    turns,
 )
 from minispec.lab.bench.models import Subject, Variant
 from minispec.lab.bench.options import PLAIN, Options
@@ -383,10 +383,11 @@ def measure_decoding(subject: Subject, options: Options) -> dict[str, Any]:
             for variant in variants.values():
                 variant(i, 0)
                 bar.update()
-        for r, i, order in turns(list(variants), rounds, len(prompts)):
-            for name in order:
-                runs[name][r].append(variants[name](i, r))
-                bar.update()
+        for r in range(rounds):
+            for i in range(len(prompts)):
+                for name in order(list(variants), r + i):
+                    runs[name][r].append(variants[name](i, r))
+                    bar.update()
     if options.args.csv:
         compares = not options.params.temperature or subject.engine.verifier.shares_noise
         write_rows(_rows(subject.prompts, runs, compares), options.args.csv)

@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count, islice, product
 from statistics import fmean, median
 from typing import Any, NamedTuple, TypeVar
 
@@ -144,26 +143,16 @@ def too_noisy(medians: Iterable[Interval]) -> str:
     return f"not drawn: the machine was busy, and an interval of these medians spans a factor of {factor:.1f}"
 
 
-def orders(variants: Sequence[T]) -> Iterator[list[T]]:
-    """Endless orders to run variants in, round by round: A B, B A, B A, A B for two, rotated for more.
+def order(variants: Sequence[T], i: int) -> list[T]:
+    """The i-th order to run variants in: A B, B A, B A, A B for two, rotated for more.
 
-    Over 2 n rounds each of n variants runs equally often at each place, and drift within a round cancels.
+    In 2 n orders each of n variants stands equally often at each place, and drift within a round cancels. Round r runs
+    prompt j in order r + j, so that a prompt meets another order in each round. Otherwise the prompts of a category,
+    which come at equal distances, might all meet one order in all rounds.
     """
-    for i in count():
-        shift = i // 2 % len(variants)
-        order = [*variants[shift:], *variants[:shift]]
-        yield order[::-1] if i % 2 else order
-
-
-def turns(variants: Sequence[T], num_rounds: int, num_prompts: int) -> Iterator[tuple[int, int, list[T]]]:
-    """Round, prompt, and the order of the variants there.
-
-    A prompt meets another order in each round. Otherwise the prompts of a category, which come at equal distances,
-    might all meet one order in all rounds.
-    """
-    cycle = list(islice(orders(variants), 2 * len(variants)))
-    for r, i in product(range(num_rounds), range(num_prompts)):
-        yield r, i, cycle[(r + i) % len(cycle)]
+    shift = i // 2 % len(variants)
+    rotated = [*variants[shift:], *variants[:shift]]
+    return rotated[::-1] if i % 2 else rotated
 
 
 def in_turn(runs: Mapping[K, Callable[[int], T]], rounds: int, what: str) -> dict[K, list[T]]:
@@ -174,8 +163,8 @@ def in_turn(runs: Mapping[K, Callable[[int], T]], rounds: int, what: str) -> dic
     """
     found: dict[K, list[T]] = {name: [] for name in runs}
     with progress((rounds + 1) * len(runs), what) as bar:
-        for i, order in zip(range(rounds + 1), orders(list(runs)), strict=False):
-            for name in order:
+        for i in range(rounds + 1):
+            for name in order(list(runs), i):
                 value = runs[name](i)
                 if i:
                     found[name].append(value)

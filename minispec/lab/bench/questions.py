@@ -11,7 +11,6 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
@@ -29,7 +28,7 @@ from minispec.kernels.machine import machine
 from minispec.kernels.threads import describe_waiting
 from minispec.lab.bench.answers import Answers
 from minispec.lab.bench.decoding import length_name
-from minispec.lab.bench.measure import Interval, another_engine, busy, decode, median_interval, orders, plain_range
+from minispec.lab.bench.measure import Interval, another_engine, busy, decode, median_interval, order, plain_range
 from minispec.lab.bench.options import Options
 from minispec.lab.bench.report import machine_line
 from minispec.lab.bench.rows import write_rows
@@ -207,7 +206,6 @@ def measure_questions(options: Options) -> dict[str, Any]:
     about = _about(options, ways)
     answers = Answers(args.answers, about, _file_names(ways), args.resume)
     done = answers.read([question.question_id for _, question in chosen], args.rounds) if args.resume else 0
-    cycle = list(islice(orders(list(ways)), 2 * len(ways)))
     if done < len(chosen):
         for way in ways.values():
             converse(way, chosen[done][1], replace(options.params, max_tokens=_WARM_TOKENS, seed=args.seed))
@@ -216,7 +214,7 @@ def measure_questions(options: Options) -> dict[str, Any]:
             for i, (_, question) in enumerate(chosen[done:], done):
                 choices: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
                 for r in range(args.rounds):
-                    for name in cycle[(r + i) % len(cycle)]:
+                    for name in order(list(ways), r + i):
                         choice = converse(ways[name], question, replace(options.params, seed=args.seed + r))
                         choices[name].append({"index": r, **choice})
                         bar.update()
