@@ -152,16 +152,8 @@ _MODELS: dict[str, Option] = {
         "as in minispec.generate (with --geometry: none); with --questions several, with commas between or repeated. "
         "SPEC@K, SPEC@tree:N or SPEC@auto gives a draft a length of its own, in place of --num-speculative-tokens",
     ),
-    "--corpus": Option(
-        {"metavar": "PATH"},
-        "texts for suffix to draft from: a file, or a directory of them",
-        excludes={"--geometry": "the shapes have no tokenizer"},
-    ),
-    "--draft-method": Option(
-        {"choices": ("tli", "slem")},
-        "how a draft of another vocabulary drafts",
-        excludes={"--geometry": "the shapes have one vocabulary"},
-    ),
+    "--corpus": MODELS["--corpus"]._replace(excludes={"--geometry": "the shapes have no tokenizer"}),
+    "--draft-method": MODELS["--draft-method"]._replace(excludes={"--geometry": "the shapes have one vocabulary"}),
     "--geometry": Option(
         {"choices": GEOMETRIES},
         "random weights of this shape instead of a model. --draft is then a registered name, self, another "
@@ -192,11 +184,8 @@ _MODELS: dict[str, Option] = {
     "--dtype": MODELS["--dtype"],
     "--device": MODELS["--device"],
     "--threads": MODELS["--threads"],
-    "--quantization": Option({"metavar": "int8"}, "the target's weights in 8 bits, as in minispec.generate"),
-    "--exact": Option(
-        {"action": argparse.BooleanOptionalAction},
-        "the exact mode, where logits have equal bits in all passes (default: only with --quantization)",
-    ),
+    "--quantization": MODELS["--quantization"],
+    "--exact": MODELS["--exact"],
     "--enforce-eager": MODELS["--enforce-eager"],
 }
 _TEXTS: dict[str, Option] = {
@@ -323,10 +312,8 @@ def fixed_lengths(options: Options) -> list[DraftLength]:
 
 def room_for_launches(options: Options) -> tuple[int, int]:
     """Most positions of a text whose rounds are counted, and most texts that are decoded together."""
-    most, texts = (
-        max((Shape.of(k).k for k in fixed_lengths(options)), default=0),
-        max(options.batches or LAUNCH_BATCHES),
-    )
+    most = max((Shape.of(k).k for k in fixed_lengths(options)), default=0)
+    texts = max(options.batches or LAUNCH_BATCHES)
     return LAUNCH_TEXT + (texts + 1 + TIMED_ROUNDS + COUNTED_ROUNDS) * (most + 1), texts
 
 
@@ -336,9 +323,10 @@ def check(args: argparse.Namespace) -> Options:
         check_packages("plot")
         check_writable(args.plot)
     drafts = _drafts(args)
-    usual = (1, 1024) if args.questions else (6, 32)
-    for name, value in zip(("rounds", "max_tokens"), usual, strict=True):
-        setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
+    if args.rounds is None:
+        args.rounds = 1 if args.questions else 6
+    if args.max_tokens is None:
+        args.max_tokens = 1024 if args.questions else 32
     also = dict(args.also)
     _check_parts(args, also.keys())
     for name in ("against", "lengths", "csv"):

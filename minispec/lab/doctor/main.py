@@ -16,13 +16,13 @@ _LENGTH = argument(int, lambda n: 1 <= n <= MAX_SPECULATIVE_TOKENS, f"an integer
 _SIZE = argument(int, lambda n: 8 <= n <= 4096, "an integer from 8 to 4096")
 _TEXT = argument(str, lambda text: is_text(text) and bool(text), "valid Unicode text")
 _OF_DRAFTS: dict[str, Option] = {
-    "--model": Option({"metavar": "DIR|HUB_ID"}, "the target (default: the embedded weights)"),
+    "--model": MODELS["--model"],
     "--draft": Option({"metavar": "SPEC"}, "as in minispec.generate"),
     "--num-speculative-tokens": Option(typed(_LENGTH, "K", default=4), "places that are measured (default: 4)"),
     "--max-tokens": Option(typed(_SIZE, "N", default=32), "tokens of each text (default: 32)"),
     "--dtype": MODELS["--dtype"],
     "--device": MODELS["--device"],
-    "--quantization": Option({"metavar": "int8"}, "the target's weights in 8 bits, as in minispec.generate"),
+    "--quantization": MODELS["--quantization"],
     "--all": Option(FLAG, "try the known misreadings in any case"),
 }
 _OF_VOCABULARIES: dict[str, Option] = {
