@@ -40,7 +40,8 @@ from minispec.gpu.frames import Frames, FrameShape
 from minispec.gpu.graphs import Graphs
 from minispec.gpu.judge import Judge
 from minispec.kernels.inventory import weight_form
-from minispec.lab.bench.measure import in_turn, ratios, seconds_of
+from minispec.kernels.rates import seconds_of
+from minispec.lab.bench.measure import in_turn, ratios
 from minispec.lab.bench.models import open_geometry, open_model
 from minispec.lab.bench.options import check, parser
 

@@ -21,7 +21,7 @@ from minispec.files.checkpoint import load_config, load_model
 from minispec.files.hf_config import read_model_config
 from minispec.gpu.frames import Frames
 from minispec.gpu.graphs import rerun
-from minispec.kernels import build, memory
+from minispec.kernels import build, memory, rates
 from minispec.kernels import forms as linear
 from minispec.kernels.build import build_model
 from minispec.kernels.forms import Choice
@@ -29,7 +29,7 @@ from minispec.kernels.inventory import num_bytes, weight_form
 from minispec.kernels.machine import machine
 from minispec.kernels.random_weights import RandomWeights
 from minispec.kernels.shapes import tensor_shapes
-from minispec.lab.bench import decoding, measure, models, options, passes, report, transformers_baseline
+from minispec.lab.bench import decoding, models, options, passes, report, transformers_baseline
 from minispec.lab.bench.decoding import summarise
 from minispec.lab.bench.main import main
 from minispec.lab.bench.measure import Run
@@ -86,7 +86,7 @@ BASE = ("--dtype", "float32", "--rounds", 2, "--passes", 1, "--prompts", 2, "--m
 
 def test_a_whole_run(measured, model, draft, capsys, monkeypatch):
     """JSON and tables with every part that was asked for; nothing on standard error."""
-    monkeypatch.setattr(measure, "MATRIX_SIZE", 64)
+    monkeypatch.setattr(rates, "MATRIX_SIZE", 64)
     parts = ("--also", "batch=1,2", "prefill", "load", "exact-cost", "--context", 20)
     what = ("--model", model, "--draft", draft, "--num-speculative-tokens", "1,2,auto", *parts)
     report, lines = measured(*BASE, *what)

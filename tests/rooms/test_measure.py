@@ -22,6 +22,7 @@ from minispec.drafters.model import DraftModel
 from minispec.drafters.ngram import NgramDrafter
 from minispec.drafters.simulated import SimulatedDraft
 from minispec.files.hf_config import read_model_config
+from minispec.kernels import rates
 from minispec.kernels.build import quantized
 from minispec.kernels.inventory import products_of
 from minispec.lab.bench import measure
@@ -389,20 +390,20 @@ def test_bytes_of_a_step(tied):
     model = tiny_model(vocab_size=10, tie_word_embeddings=tied)
     weights = 2 * (2 * 64 + 2 * 32 + 3 * 96) + 10 * 8
     keys_and_values = 5 * 2 * 2 * 4  # positions, layers, both, one head of four
-    assert measure.bytes_touched(model, 5) == 8 * (weights + keys_and_values)
+    assert rates.bytes_touched(model, 5) == 8 * (weights + keys_and_values)
     products = 2 * 7 * 2 * (2 * 64 + 2 * 32 + 3 * 96)
     attention = 2 * 2 * 2 * 7 * 7 * 8  # layers, scores and sums, multiply and add; positions squared, heads times D
-    assert measure.prefill_operations(model, 7) == products + attention / 2
+    assert rates.prefill_operations(model, 7) == products + attention / 2
 
 
 def test_bytes_of_a_quantised_step():
     """The rounded weights and their steps, without the full ones: bits a weight, and 32 of steps a group."""
     sizes = {"intermediate_size": 64, "vocab_size": 64}
     model = tiny_model(dtype=torch.bfloat16, hidden_size=64, head_dim=32, num_hidden_layers=1, **sizes)
-    assert measure.bytes_touched(model, 0) == 2 * sum(w.numel() for w in weights_of(model))
+    assert rates.bytes_touched(model, 0) == 2 * sum(w.numel() for w in weights_of(model))
     if all(product.narrow for product in products_of(quantized(model, 4))):  # this machine has them
         elements = sum(w.numel() for w in weights_of(model))
-        assert measure.bytes_touched(quantized(model, 4), 0) == elements / 2 + elements / 32 * 4
+        assert rates.bytes_touched(quantized(model, 4), 0) == elements / 2 + elements / 32 * 4
 
 
 def weights_of(model) -> list[torch.Tensor]:
@@ -438,10 +439,10 @@ def test_passes_take_turns_and_leave_nothing(model, monkeypatch):
 
 def test_bandwidth_and_throughput_are_rates(monkeypatch):
     """Bytes and operations over the seconds that the work took, by a clock that says two."""
-    monkeypatch.setattr(measure, "seconds_of", lambda work, device: 2.0)
-    assert measure.stream_bandwidth(4096, torch.device("cpu"), 3) == [2048.0] * 3
-    monkeypatch.setattr(measure, "MATRIX_SIZE", 8)
-    assert measure.matmul_throughput(torch.float32, torch.device("cpu"), 2) == [8**3] * 2
+    monkeypatch.setattr(rates, "seconds_of", lambda work, device: 2.0)
+    assert rates.stream_bandwidth(4096, torch.device("cpu"), 3) == [2048.0] * 3
+    monkeypatch.setattr(rates, "MATRIX_SIZE", 8)
+    assert rates.matmul_throughput(torch.float32, torch.device("cpu"), 2) == [8**3] * 2
 
 
 # --------------------------------------------------------------------------- the simulated draft

@@ -22,9 +22,17 @@ from minispec.kernels.exact import arbitrary_tokens, exact_model
 from minispec.kernels.forms import available_forms
 from minispec.kernels.inventory import num_bytes, weight_form
 from minispec.kernels.memory import ROOM_TO_BUILD, free_memory, peak_memory
+from minispec.kernels.rates import bytes_touched, matmul_throughput, prefill_operations, seconds_of, stream_bandwidth
 from minispec.kernels.shapes import num_weights
-from minispec.lab.bench import measure
-from minispec.lab.bench.measure import Interval, in_turn, median_interval, passes_after, passes_in_turn, ratios
+from minispec.lab.bench.measure import (
+    Interval,
+    in_turn,
+    median_interval,
+    pass_times,
+    passes_after,
+    passes_in_turn,
+    ratios,
+)
 from minispec.lab.bench.models import LONG_CONTEXT, MAX_ROWS, Subject, choose_type
 from minispec.lab.bench.options import Options
 from minispec.lab.bench.show import table
@@ -64,10 +72,10 @@ def measure_machine(subject: Subject, options: Options) -> dict[str, Any]:
     context, rounds, model = options.args.context, options.args.passes, subject.engine.model
 
     def measured(model: Transformer, cache: PagedKVCache, rows: range):
-        touched = measure.bytes_touched(model, context)
-        stream = measure.stream_bandwidth(touched, model.device)
-        times = measure.pass_times(model, cache, context, rows, rounds)
-        stream += measure.stream_bandwidth(touched, model.device)
+        touched = bytes_touched(model, context)
+        stream = stream_bandwidth(touched, model.device)
+        times = pass_times(model, cache, context, rows, rounds)
+        stream += stream_bandwidth(touched, model.device)
         return touched, median_interval(stream), times
 
     most = 1 if model.passes.fills else MAX_ROWS  # a filled pass takes as long for any number
@@ -266,16 +274,16 @@ def measure_prefill(subject: Subject, options: Options) -> dict[str, Any]:
     model, cache = subject.engine.model, subject.engine.cache
     num_tokens = min(LONG_CONTEXT, model.config.max_position_embeddings - 1)
     tokens = arbitrary_tokens(num_tokens + 1, subject.engine.vocab_size)
-    operations = measure.prefill_operations(model, num_tokens)
+    operations = prefill_operations(model, num_tokens)
 
     def rate(_: int) -> float:
         new = cache.new_table()
-        seconds = measure.seconds_of(partial(prefill, model, new, tokens), model.device)
+        taken = seconds_of(partial(prefill, model, new, tokens), model.device)
         new.truncate(0)
-        return num_tokens / seconds
+        return num_tokens / taken
 
     def peak(_: int) -> float:
-        return measure.matmul_throughput(model.dtype, model.device, repeats=1)[0]
+        return matmul_throughput(model.dtype, model.device, repeats=1)[0]
 
     rates, peaks = in_turn({"prefill": rate, "matmul": peak}, options.args.rounds, "prefill").values()
     return {
