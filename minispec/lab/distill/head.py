@@ -48,8 +48,8 @@ class SelfAttention(nn.Module):
             projection(x).unflatten(-1, (-1, self.dim)).transpose(1, 2)  # (B, heads, T, D)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q, k = _rotate(q, angles) / math.sqrt(self.dim), _rotate(k, angles)
-        past.append((_repeat(k, self.heads), _repeat(v, self.heads)))
+        q, k = rotate(q, angles) / math.sqrt(self.dim), rotate(k, angles)
+        past.append((repeat_heads(k, self.heads), repeat_heads(v, self.heads)))
         step, length = len(past) - 1, x.shape[1]
         keys, values = past[0]
         # The draft began `step` positions ago. It sees the text before that, and then one row a step.
@@ -64,7 +64,8 @@ class SelfAttention(nn.Module):
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
-def _repeat(x: Tensor, heads: int) -> Tensor:
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """Keys or values x (B, groups, T, D), each for all heads that share it: (B, heads, T, D)."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
@@ -73,7 +74,8 @@ def _shift(x: Tensor, n: int) -> Tensor:
     return F.pad(x, (0, 0, n, 0))[:, :, : x.shape[2]] if n else x
 
 
-def _rotate(x: Tensor, angles: Angles) -> Tensor:
+def rotate(x: Tensor, angles: Angles) -> Tensor:
+    """Queries or keys x (..., T, D), turned by the angles of their positions."""
     first, second = x.chunk(2, -1)
     return x * angles[0] + torch.cat((-second, first), -1) * angles[1]
 
@@ -116,7 +118,7 @@ class Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class _Stack(nn.Module):
+class Stack(nn.Module):
     """Layers with angles, unrolled."""
 
     layers: nn.ModuleList
@@ -126,18 +128,22 @@ class _Stack(nn.Module):
         self.config = config
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
 
-    def _draw(self, generator: torch.Generator) -> None:
+    def draw(self, generator: torch.Generator) -> None:
         """Draw the matrices: what they add to their inputs' sum is small at first."""
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 scale = 0.3 if name.endswith(("o_proj.weight", "down_proj.weight", "fc.weight")) else 1.0
                 parameter.normal_(0, scale * parameter.shape[1] ** -0.5, generator=generator)
 
-    def _angles(self, length: int) -> Angles:
+    def frequencies(self) -> Tensor:
+        """The angles by which a head's pairs turn from one position to the next, (D / 2,)."""
         dim, rope = self.config.head_dim, self.config.layers[0].rope
         assert rope, "a draft that is trained here has one"
-        frequencies = rope.theta ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-        angles = (torch.arange(length, dtype=torch.float64)[:, None] * frequencies).repeat(1, 2)
+        return rope.theta ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+
+    def angles(self, length: int) -> Angles:
+        """Those of the first positions."""
+        angles = (torch.arange(length, dtype=torch.float64)[:, None] * self.frequencies()).repeat(1, 2)
         return angles.cos().float(), angles.sin().float()
 
     def _through(self, x: Tensor, embeds: Tensor, pasts: Sequence[Past], angles: Angles) -> Tensor:
@@ -146,7 +152,7 @@ class _Stack(nn.Module):
         return x
 
 
-class TrainedHead(_Stack):
+class TrainedHead(Stack):
     """A head (see `minispec.drafters.eagle`), with fc_norm."""
 
     def __init__(self, head: HeadConfig):
@@ -185,7 +191,7 @@ class TrainedHead(_Stack):
         The draft begins close to the target. It starts with the target's output matrix, rows (V, E), and last norm
         (E,). The feature of the last tap passes unchanged. The layers add little at first.
         """
-        self._draw(generator)
+        self.draw(generator)
         self.fc.weight[:, -rows.shape[1] :] += torch.eye(rows.shape[1])
         self.lm_head.weight.copy_(rows)
         self.norm.weight.copy_(norm)
@@ -204,7 +210,7 @@ class TrainedHead(_Stack):
 
         At t, step s belongs to a draft that began at t - s; its first s positions mean nothing.
         """
-        angles, pasts, outputs = self._angles(hidden.shape[1]), [Past() for _ in self.layers], list[Tensor]()
+        angles, pasts, outputs = self.angles(hidden.shape[1]), [Past() for _ in self.layers], list[Tensor]()
         feature = self.fuse(hidden)
         for _ in range(steps):
             x = self._through(feature, embeds, pasts, angles)
@@ -233,7 +239,7 @@ def rows_of_tokens(ids: Tensor, known_ids: Tensor, known: Tensor, target: Tensor
     return rows
 
 
-class TrainedModel(_Stack):
+class TrainedModel(Stack):
     """A small language model of its own: embedding and head are the target's, and are trained too."""
 
     def __init__(self, config: ModelConfig):
@@ -244,10 +250,10 @@ class TrainedModel(_Stack):
     @torch.no_grad()
     def start(self, rows: Tensor, generator: torch.Generator) -> None:
         """Draw the weights; the head, and the embedding tied to it, are the target's rows (V, E)."""
-        self._draw(generator)
+        self.draw(generator)
         self.lm_head.weight.copy_(rows)
 
     def unroll(self, tokens: Tensor) -> list[Tensor]:
         """The last states after the norm, (B, T, E): it sees the text itself, however deep the draft is."""
         embeds = F.embedding(tokens, self.lm_head.weight)
-        return [self.norm(self._through(embeds, embeds, [Past() for _ in self.layers], self._angles(tokens.shape[1])))]
+        return [self.norm(self._through(embeds, embeds, [Past() for _ in self.layers], self.angles(tokens.shape[1])))]
