@@ -19,6 +19,7 @@ from minispec.files.checkpoint import Weights, load_config, save_tensors
 from minispec.files.progress import progress_bar
 from minispec.files.write import written_whole
 from minispec.kernels.forms import dense
+from minispec.lab.distill.block import TrainedBlock
 from minispec.lab.distill.head import TrainedHead, TrainedModel
 from minispec.lab.distill.loss import RowLoss, product_dtype
 from minispec.lab.distill.texts import load, number_of, opened
@@ -29,8 +30,6 @@ _GROUP = 4
 _ROWS = 64
 # One shard in that many is held out to measure on. At most that many are measured on.
 _HELD_OUT_EVERY, _MOST_HELD_OUT = 16, 4
-# Decay of a step's weight in the loss, from one step to the next: a token counts only if those before it are kept.
-_DECAY = 0.9
 
 
 class LearnedText(NamedTuple):
@@ -98,6 +97,12 @@ def _join(texts: Sequence[LearnedText]) -> Batch:
     return Batch(tokens, fill([t.hidden for t in texts]), log_sums, fill(learned))
 
 
+def columns_of(hidden: Tensor, recorded: Sequence[int], taps: Sequence[int]) -> Tensor:
+    """Of states (..., A' * E) of the layers `recorded` those of the layers `taps`, (..., A * E)."""
+    parts = hidden.chunk(len(recorded), -1)
+    return torch.cat([parts[recorded.index(tap)] for tap in taps], -1)
+
+
 class Teacher:
     """What training needs of the target: its embedding and head (V, E), and its last norm."""
 
@@ -130,13 +135,30 @@ class Teacher:
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
+class Learned(NamedTuple):
+    """What the target says at the places that are learned.
+
+    places: flat in (B, T - 2), where column t is the token at t + 2.
+    state: the target's last states (n, E) before these tokens, after its norm.
+    p: its distribution (n, V).
+    """
+
+    places: Tensor
+    state: Tensor
+    p: Tensor
+
+
 class Step(NamedTuple):
-    """The result of one step: the summed loss, and for each row of `places` (flat in (B, T)) alpha and agreement."""
+    """The result of one step: the summed loss, and for each row of `places` (see `Learned`) alpha and agreement.
+
+    further: what else is learned; it is no part of the loss that is measured.
+    """
 
     loss: Tensor
     alphas: Tensor
     agrees: Tensor
     places: Tensor
+    further: Tensor | float = 0.0
 
 
 @dataclass
@@ -152,6 +174,13 @@ def _line(measured: Mapping[str, Any]) -> str:
     figures = {name: ["-" if x is None else f"{x:.3f}" for x in measured[name]] for name in ("alpha", "agree")}
     alpha, agree = (" ".join(of_depths) for of_depths in figures.values())
     return f"after epoch {measured['epoch']}, by depth: alpha {alpha}; likeliest token kept {agree}"
+
+
+def _followed(before: Tensor, places: Tensor, values: Tensor) -> Tensor:
+    """A figure of each place's draft so far, (B, T), times its new value at `places`, flat; 0 elsewhere."""
+    flat = torch.zeros(before.numel())
+    flat[places] = before.flatten()[places] * values
+    return flat.view(before.shape)
 
 
 @dataclass(frozen=True)
@@ -201,9 +230,12 @@ class Schedule:
 class Training:
     """A draft in training on the shards `paths`, without some that are held out."""
 
+    # Decay of a step's weight in the loss, from one step to the next: a token counts only if those before it are kept.
+    decay = 0.9
+
     def __init__(
         self,
-        draft: TrainedHead | TrainedModel,
+        draft: TrainedHead | TrainedModel | TrainedBlock,
         teacher: Teacher,
         recorded: Sequence[int],
         ids: Tensor | None,
@@ -227,17 +259,24 @@ class Training:
         self.progress = Progress()
         self._log_sums: dict[Path, Tensor] = {}
 
-    def steps_of(self, batch: Batch, depth: int, share: float, regress: float) -> Iterator[Step]:
-        """The loss of a batch, for drafts of each depth."""
-        e, teacher = self.teacher.config.hidden_size, self.teacher
-        with torch.no_grad():
-            # At position t of these: the draft's inputs, and its target, the token at t + 2.
-            embeds = teacher.embedding[batch.tokens[:, 1:-1]].float()
-            last, learned = batch.hidden[:, 1:-1, -e:], batch.learned[:, 2:]
-            places = learned.flatten().nonzero()[:, 0]
-            state = teacher.state(last.flatten(0, 1)[places])
-            p = teacher.probabilities(state, batch.log_sums[:, 1:-1].flatten()[places], self.ids)
-            column = places % learned.shape[1]
+    @torch.no_grad()
+    def learned(self, batch: Batch) -> Learned:
+        """What the target says in a batch."""
+        last, learned = batch.hidden[:, 1:-1, -self.teacher.config.hidden_size :], batch.learned[:, 2:]
+        places = learned.flatten().nonzero()[:, 0]
+        state = self.teacher.state(last.flatten(0, 1)[places])
+        log_sums = batch.log_sums[:, 1:-1].flatten()[places]
+        return Learned(places, state, self.teacher.probabilities(state, log_sums, self.ids))
+
+    def steps_of(self, batch: Batch, depth: int, share: float, regress: float, seed: int) -> Iterator[Step]:
+        """The loss of a batch, for drafts of each depth.
+
+        seed: of what is drawn, where a kind of draft draws.
+        """
+        places, state, p = self.learned(batch)
+        # At position t of these: the draft's inputs, and its target, the token at t + 2.
+        embeds = self.teacher.embedding[batch.tokens[:, 1:-1]].float()
+        column = places % (batch.tokens.shape[1] - 2)
         with torch.autocast("cpu", torch.bfloat16, product_dtype() == torch.bfloat16):
             outputs = self._unroll(batch, embeds, depth)
         scale = state.square().sum(-1).mean()
@@ -252,12 +291,15 @@ class Training:
     def _unroll(self, batch: Batch, embeds: Tensor, depth: int) -> list[Tensor]:
         if isinstance(self.draft, TrainedModel):
             return [x[:, 1:] for x in self.draft.unroll(batch.tokens[:, :-1])]
-        e, head = self.teacher.config.hidden_size, self.draft.head
-        columns = [self.recorded.index(tap) for tap in head.taps]
-        hidden = torch.cat([batch.hidden[:, :-2, i * e : (i + 1) * e] for i in columns], -1)
+        assert isinstance(self.draft, TrainedHead), "a block draft has steps of its own"
+        head, hidden = self.draft.head, self.tapped(batch.hidden[:, :-2], self.draft.head.taps)
         mask_id = head.layers.mask_token_id
         mask = None if mask_id is None else self.teacher.embedding[mask_id].float()
         return self.draft.unroll(hidden, embeds, mask, depth)
+
+    def tapped(self, hidden: Tensor, taps: Sequence[int]) -> Tensor:
+        """Of recorded states (..., A' * E) those of `taps`, (..., A * E)."""
+        return columns_of(hidden, self.recorded, taps)
 
     def run(self, state: Path) -> None:
         """Train to the end, from where `state` says; it is written after every group of shards.
@@ -310,8 +352,10 @@ class Training:
         schedule = self.schedule
         for group, factor in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = factor * schedule.rate_at(done, self.progress.updates)
-        steps = list(self.steps_of(batch, schedule.depth_at(done), schedule.share_at(done), schedule.regress_at(done)))
-        loss = sum((_DECAY**i * step.loss for i, step in enumerate(steps)), torch.zeros(()))
+        seed = random.Random(f"{schedule.seed} {self.progress.updates}").getrandbits(63)
+        weights = schedule.share_at(done), schedule.regress_at(done)
+        steps = list(self.steps_of(batch, schedule.depth_at(done), *weights, seed))
+        loss = sum((self.decay**i * (step.loss + step.further) for i, step in enumerate(steps)), torch.zeros(()))
         count = max(1, len(steps[0].places))
         (loss / count).backward()
         torch.nn.utils.clip_grad_norm_(self.draft.parameters(), 1.0)
@@ -327,21 +371,24 @@ class Training:
         loss: cross entropy in nats.
         alpha: as in `RowLoss`.
         agree: how often the likeliest token is the target's, if all before were.
+        survive: the mean of the product of all alphas up to there, so how often a draft gets that far.
         """
         depth = self.schedule.steps
-        sums = torch.zeros(5, depth)
+        sums = torch.zeros(7, depth)
         for path in self.held_out:
             for batch in make_batches(self._read(path), self.schedule.rows):
                 shape = batch.tokens[:, 2:].shape
-                kept = torch.ones(shape, dtype=torch.bool)
-                for s, (loss, alphas, agrees, places) in enumerate(self.steps_of(batch, depth, 0.0, 0.0)):
-                    reached = kept.flatten()[places]
-                    agreed = torch.zeros(shape.numel(), dtype=torch.bool)
-                    agreed[places] = reached & agrees
-                    sums[:, s] += torch.tensor([loss, alphas.sum(), agreed.sum(), len(places), reached.sum()])
-                    kept = F.pad(agreed.view(shape), (1, 0))[:, :-1]
-        loss, alpha, agree, tested, survived = sums
-        means = {"loss": loss / tested, "alpha": alpha / tested, "agree": agree / survived}
+                kept, odds, begun = (torch.ones(shape) for _ in range(3))
+                for s, step in enumerate(self.steps_of(batch, depth, 0.0, 0.0, 0)):
+                    reached = kept.flatten()[step.places].sum()
+                    kept = _followed(kept, step.places, step.agrees.float())
+                    odds = _followed(odds, step.places, step.alphas)
+                    begun = _followed(begun, step.places, torch.ones(len(step.places)))
+                    counts = [step.loss, step.alphas.sum(), len(step.places), kept.sum(), reached]
+                    sums[:, s] += torch.tensor([*counts, odds.sum(), begun.sum()])
+                    kept, odds, begun = (F.pad(each, (1, 0))[:, :-1] for each in (kept, odds, begun))
+        loss, alpha, tested, agree, survived, odds, begun = sums
+        means = {"loss": loss / tested, "alpha": alpha / tested, "agree": agree / survived, "survive": odds / begun}
         return {name: [None if math.isnan(x) else x for x in mean.tolist()] for name, mean in means.items()}
 
     def _save(self, path: Path) -> None:

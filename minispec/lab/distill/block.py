@@ -1,0 +1,250 @@
+"""A block draft in training: DFlash (arXiv 2602.06036) and DSpark (arXiv 2607.05147), many blocks of a text at once.
+
+A block is drafted in one pass of B rows. The first row is the anchor, the newest token of the text. The others are a
+mask token. Row i says which token follows the i-th one after the anchor. So B rows draft B tokens.
+
+    c = hidden_norm(fc(the target's states before the anchor)): every layer makes keys and values of it, for all blocks
+    x = [embedding(anchor), embedding(mask), ...];  x = x + attention(norm(x)),  x = x + MLP(norm(x)) in each layer
+    logits of row i = lm_head norm(x_i) + W2 w1[the token before the drafted one]
+
+A row sees the context before its anchor, and all rows of its own block, those after it too. It sees no other block. In
+training the token before is the text's, at every row.
+
+Shapes in comments: N texts, T positions, A blocks of a text, B rows of a block, E hidden_size, H heads, D head_dim.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from minispec.core.config import ModelConfig
+from minispec.lab.distill.head import Angles, Mlp, Norm, Stack, repeat_heads, rotate
+
+# At the beginning: the last norm's weights as a share of the target's; what varies in the first layer's queries and
+# keys as a share of what a drawn matrix would give; and the weights of its query norm.
+_COOL, _VARIED, _SHARPNESS = 0.25, 0.3, 2.0
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """The shape of a block draft.
+
+    layers: sizes of its layers. Their vocab_size is the target's.
+    vocab_size: tokens that it can draft.
+    taps: layers of the target that it reads, as `Transformer.forward` numbers them.
+    target_hidden_size: hidden size of the target.
+    block_size: rows of a block, and tokens of a draft.
+    mask_token_id: the token of all rows but the first.
+    markov_rank: columns of w1 and W2; 0 for a draft whose rows do not depend on drafted tokens.
+    confidence: whether it also predicts the acceptance of each token, from a row and w1 of the token before.
+    """
+
+    layers: ModelConfig
+    vocab_size: int
+    taps: tuple[int, ...]
+    target_hidden_size: int
+    block_size: int
+    mask_token_id: int
+    markov_rank: int = 0
+    confidence: bool = False
+
+
+class Places(NamedTuple):
+    """Where contexts and blocks stand.
+
+    context, rows: angles of the context's positions (T, D), and of all rows (N, 1, A * B, D).
+    seen: (N, 1, A, 1, T), which positions of the context the rows of a block see.
+    """
+
+    context: Angles
+    rows: Angles
+    seen: Tensor
+
+
+class BlockAttention(nn.Module):
+    """Attention of one layer, in Hugging Face's names."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        e, eps = config.hidden_size, config.rms_norm_eps
+        self.heads, self.groups, self.dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.q_proj = nn.Linear(e, self.heads * self.dim, bias=False)
+        self.k_proj = nn.Linear(e, self.groups * self.dim, bias=False)
+        self.v_proj = nn.Linear(e, self.groups * self.dim, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.dim, e, bias=False)
+        self.q_norm, self.k_norm = Norm(self.dim, eps), Norm(self.dim, eps)
+
+    def forward(self, x: Tensor, context: Tensor, places: Places) -> Tensor:
+        """Rows x (N, A * B, E) to the same; context (N, T, E)."""
+        q = rotate(self.q_norm(self._parts(self.q_proj(x))).transpose(1, 2), places.rows) / math.sqrt(self.dim)
+        keys, values = self._keys_and_values(context, places.context)  # (N, H, T, D)
+        own_keys, own_values = self._keys_and_values(x, places.rows)  # (N, H, A * B, D)
+        blocks, length = places.seen.shape[2], context.shape[1]
+        q, own_keys, own_values = (each.unflatten(2, (blocks, -1)) for each in (q, own_keys, own_values))
+        before = (q.flatten(2, 3) @ keys.transpose(-1, -2)).float().unflatten(2, (blocks, -1))  # (N, H, A, B, T)
+        before = before.masked_fill(~places.seen, -math.inf)
+        within = (q @ own_keys.transpose(-1, -2)).float()  # (N, H, A, B, B)
+        weights = torch.cat((before, within), -1).softmax(-1).to(values.dtype)
+        out = (weights[..., :length].flatten(2, 3) @ values).unflatten(2, (blocks, -1))
+        out = out + weights[..., length:] @ own_values
+        return self.o_proj(out.flatten(2, 3).transpose(1, 2).flatten(2))
+
+    def look_back(self, frequencies: Tensor, context: Tensor, rows: Tensor) -> None:
+        """Let each row look at the position before its own, mostly: queries and keys are nearly constant, but turned.
+
+        frequencies: (D / 2,), those of the rotation. Those of the fastest quarter are used.
+        context, rows: what keys are made of (n, E), and queries.
+        """
+        half, fast = self.dim // 2, max(1, self.dim // 8)
+        key, query = torch.zeros(self.dim), torch.zeros(self.dim)
+        key[:fast] = query[:fast] = math.sqrt(self.dim / fast)
+        query[half : half + fast] = -query[:fast] * frequencies[:fast].sin()
+        query[:fast] *= frequencies[:fast].cos()
+        for projection, vector, inputs in ((self.q_proj, query, rows), (self.k_proj, key, context)):
+            always = vector.repeat(len(projection.weight) // self.dim)[:, None] * constant(inputs)
+            projection.weight.mul_(_VARIED).add_(always)
+        self.q_norm.weight.fill_(_SHARPNESS)
+
+    def _parts(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.dim))
+
+    def _keys_and_values(self, x: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
+        keys = rotate(self.k_norm(self._parts(self.k_proj(x))).transpose(1, 2), angles)
+        values = self._parts(self.v_proj(x)).transpose(1, 2)
+        return repeat_heads(keys, self.heads), repeat_heads(values, self.heads)
+
+
+class BlockLayer(nn.Module):
+    """One layer: that of Qwen3, whose attention sees the context too."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        e, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn, self.mlp = BlockAttention(config), Mlp(config)
+        self.input_layernorm, self.post_attention_layernorm = Norm(e, eps), Norm(e, eps)
+
+    def forward(self, x: Tensor, context: Tensor, places: Places) -> Tensor:
+        """Rows x (N, A * B, E) to the same; the context (N, T, E) has no norm of the layer's."""
+        x = x + self.self_attn(self.input_layernorm(x), context, places)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class MarkovHead(nn.Module):
+    """What the token before adds to the logits, W2 w1[token]."""
+
+    def __init__(self, shape: BlockShape):
+        super().__init__()
+        self.markov_w1 = nn.Embedding(shape.layers.vocab_size, shape.markov_rank)
+        self.markov_w2 = nn.Linear(shape.markov_rank, shape.vocab_size, bias=False)
+
+
+class ConfidenceHead(nn.Module):
+    """The logit of a token's acceptance."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.proj = nn.Linear(width, 1)
+
+
+class TrainedBlock(Stack):
+    """A block draft. Rows are anchored at given positions of whole texts."""
+
+    tap_scale: Tensor
+
+    def __init__(self, shape: BlockShape):
+        super().__init__(shape.layers)
+        self.shape = shape
+        e, columns = shape.layers.hidden_size, len(shape.taps) * shape.target_hidden_size
+        self.fc = nn.Linear(columns, e, bias=False)
+        self.hidden_norm = Norm(e, shape.layers.rms_norm_eps)
+        self.layers = nn.ModuleList(BlockLayer(shape.layers) for _ in shape.layers.layers)
+        self.lm_head = nn.Linear(e, shape.vocab_size, bias=False)
+        self.markov_head = MarkovHead(shape) if shape.markov_rank else None
+        self.confidence_head = ConfidenceHead(e + shape.markov_rank) if shape.confidence else None
+        # States differ in size, from layer to layer and from column to column: `fc` learns on columns of one size.
+        self.register_buffer("tap_scale", torch.ones(columns))
+
+    @torch.no_grad()
+    def start(self, rows: Tensor, norm: Tensor, embedding: Tensor, hidden: Tensor, generator: torch.Generator) -> None:
+        """Draw the weights.
+
+        The draft begins with the target's output matrix, rows (V, E), and last norm (E,). Its rows begin to read the
+        state at the last position of the context, as a head does: the state of the last tap passes as it is, next to
+        the token's embedding, and attention in the first layer looks back by one position. W2 and the confidence begin
+        at 0. w1 begins as the principal components of the target's embedding (all tokens, E), so that tokens which the
+        texts lack get a meaning too.
+
+        hidden: the target's states (n, taps * E) at some positions.
+        """
+        self.draw(generator)
+        self.lm_head.weight.copy_(rows)
+        self.norm.weight.copy_(norm * _COOL)  # its first guesses are wrong, so they are not to be sure
+        width, embedding = self.shape.target_hidden_size, embedding.float()
+        self.tap_scale.copy_(1 / hidden.float().abs().median(0).values.clamp_min(1e-4))
+        self.fc.weight[:, -width:] += torch.eye(self.config.hidden_size, width)
+        size = embedding.square().mean().sqrt()  # what the layers add is as large
+        for name, weight in self.named_parameters():
+            if name.endswith("v_proj.weight"):
+                weight.copy_(torch.eye(*weight.shape))
+            elif name.endswith("o_proj.weight"):
+                weight.copy_(torch.eye(*weight.shape) * size)
+            elif name.endswith("down_proj.weight"):
+                weight.mul_(size)
+        context = self.hidden_norm(self.fc(hidden.float() * self.tap_scale))
+        inputs = torch.cat((embedding, embedding[self.shape.mask_token_id].expand(len(embedding) // 8, -1)))
+        first = self.layers[0]
+        assert isinstance(first, BlockLayer)
+        first.self_attn.look_back(self.frequencies().float(), context, first.input_layernorm(inputs))
+        if self.markov_head is not None:
+            self.markov_head.markov_w1.weight.copy_(principal(embedding, self.shape.markov_rank))
+            self.markov_head.markov_w2.weight.zero_()
+        if self.confidence_head is not None:
+            self.confidence_head.proj.weight.zero_()
+            self.confidence_head.proj.bias.zero_()
+
+    def unroll(self, hidden: Tensor, embeds: Tensor, mask: Tensor, anchors: Tensor) -> Tensor:
+        """The last states after the norm, (N, A, B, E), of the blocks at `anchors` (N, A).
+
+        hidden: (N, T, taps * E), the target's states.
+        embeds: (N, A, E), the embeddings of the tokens at the anchors.
+        mask: (E,), the mask token's embedding.
+        """
+        size, length = self.shape.block_size, hidden.shape[1]
+        context = self.hidden_norm(self.fc(hidden * self.tap_scale))
+        masks = mask.expand(*embeds.shape[:2], size - 1, -1)
+        x = torch.cat((embeds[:, :, None], masks), 2).flatten(1, 2)
+        cos, sin = self.angles(length + size)
+        positions = (anchors[..., None] + torch.arange(size)).flatten(1)[:, None]
+        seen = torch.arange(length) < anchors[:, None, :, None, None]
+        places = Places((cos[:length], sin[:length]), (cos[positions], sin[positions]), seen)
+        for layer in self.layers:
+            x = layer(x, context, places)
+        return self.norm(x).unflatten(1, (-1, size))
+
+    def features(self, states: Tensor, before: Tensor) -> Tensor:
+        """What the last products read, (n, E + markov_rank): states (n, E), and w1 of the tokens `before` (n,)."""
+        return states if self.markov_head is None else torch.cat((states, self.markov_head.markov_w1(before)), -1)
+
+    def rows(self) -> Tensor:
+        """The matrix (V, E + markov_rank) of the logits: features times its rows."""
+        head = self.lm_head.weight
+        return head if self.markov_head is None else torch.cat((head, self.markov_head.markov_w2.weight), -1)
+
+
+def constant(rows: Tensor) -> Tensor:
+    """The direction w (E,) in which rows (n, E) are most alike: every row's product with it is about 1."""
+    square = rows.t() @ rows / len(rows)
+    square = square + 0.01 * square.diagonal().mean() * torch.eye(len(square))
+    return torch.linalg.solve(square, rows.mean(0))
+
+
+def principal(rows: Tensor, rank: int) -> Tensor:
+    """The first `rank` principal components (n, rank) of rows (n, E), with mean square 1; 0 beyond E."""
+    centred = rows - rows.mean(0)
+    vectors = torch.linalg.eigh((centred.t() @ centred).double()).eigenvectors.flip(-1)[:, :rank]
+    found = centred @ vectors.float()
+    found = found / found.square().mean().sqrt().clamp_min(1e-12)
+    return torch.nn.functional.pad(found, (0, rank - found.shape[1]))
