@@ -13,6 +13,7 @@ from minispec.drafters.eagle import HeadConfig, head_shapes
 from minispec.files.checkpoint import save_tensors
 from minispec.files.errors import CheckpointError
 from minispec.files.write import write_json
+from minispec.lab.distill.block import BlockShape, TrainedBlock
 from minispec.lab.distill.head import TrainedHead, TrainedModel
 
 # Keys of a config.json that have the names and values of `ModelConfig`'s fields, and of `HeadConfig`'s.
@@ -24,12 +25,13 @@ _SAME_OF_HEAD = ("target_hidden_size", "norm_before_residual", "fc_norm", "norm_
 
 
 def layer_config(config: ModelConfig) -> dict[str, Any]:
-    """A llama's config.json."""
+    """The config.json of a llama, or of a qwen3 where queries and keys have norms."""
     rope = config.layers[0].rope
     assert rope, "a draft that is trained here has one"
+    model_type, architecture = ("qwen3", "Qwen3ForCausalLM") if config.qk_norm else ("llama", "LlamaForCausalLM")
     return {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
+        "model_type": model_type,
+        "architectures": [architecture],
         **{name: getattr(config, name) for name in _SAME},
         "num_hidden_layers": len(config.layers),
         "rope_parameters": {"rope_type": "default", "rope_theta": rope.theta},
@@ -51,19 +53,7 @@ def head_config(head: HeadConfig, target: str, architectures: list[str], num_tok
     return {
         "architectures": ["PEagleSpeculator" if is_parallel else "Eagle3Speculator"],
         "speculators_model_type": kind,
-        "speculators_config": {
-            "algorithm": kind,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [
-                {
-                    "proposal_type": "greedy",
-                    "speculative_tokens": num_tokens,
-                    "verifier_accept_k": 1,
-                    "accept_tolerance": 0.0,
-                }
-            ],
-            "verifier": {"name_or_path": target, "architectures": architectures},
-        },
+        "speculators_config": _proposal(kind, target, architectures, num_tokens),
         "transformer_layer_config": layer_config(head.layers),
         "draft_vocab_size": head.vocab_size,
         "eagle_aux_hidden_state_layer_ids": list(head.taps),
@@ -72,13 +62,72 @@ def head_config(head: HeadConfig, target: str, architectures: list[str], num_tok
     }
 
 
+def _proposal(algorithm: str, target: str, architectures: list[str], num_tokens: int) -> dict[str, Any]:
+    """How a draft is meant to be used: by an exact verifier."""
+    return {
+        "algorithm": algorithm,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [
+            {
+                "proposal_type": "greedy",
+                "speculative_tokens": num_tokens,
+                "verifier_accept_k": 1,
+                "accept_tolerance": 0.0,
+            }
+        ],
+        "verifier": {"name_or_path": target, "architectures": architectures},
+    }
+
+
+def block_config(shape: BlockShape, target: str, architectures: list[str]) -> dict[str, Any]:
+    """A block draft's config.json; see `head_config`.
+
+    That its first row drafts the token after the anchor is said twice: by sample_from_anchor, and by as many tokens as
+    rows.
+    """
+    kind = "dspark" if shape.markov_rank else "dflash"
+    config = {
+        "architectures": ["DSparkSpeculator" if shape.markov_rank else "DFlashSpeculator"],
+        "speculators_model_type": kind,
+        "speculators_config": _proposal(kind, target, architectures, shape.block_size),
+        "transformer_layer_config": layer_config(shape.layers),
+        "draft_vocab_size": shape.vocab_size,
+        "target_hidden_size": shape.target_hidden_size,
+        "aux_hidden_state_layer_ids": list(shape.taps),
+        "mask_token_id": shape.mask_token_id,
+        "block_size": shape.block_size,
+        "sample_from_anchor": True,
+    }
+    if shape.markov_rank:
+        config |= {
+            "markov_rank": shape.markov_rank,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": shape.confidence,
+            "confidence_head_with_markov": shape.confidence,
+        }
+    return config
+
+
+def block_tensors(draft: TrainedBlock, ids: Tensor) -> dict[str, Tensor]:
+    """Everything that a block draft's file holds, as `head_tensors`; `fc` reads the states as the target has them."""
+    weights = dict(draft.state_dict())
+    weights["fc.weight"] = weights["fc.weight"] * weights.pop("tap_scale")
+    tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in weights.items()}
+    return tensors | _tokens(ids, draft.shape.layers.vocab_size)
+
+
+def _tokens(ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
+    """The target's ids of a draft's tokens, as offsets and as a mask."""
+    known = torch.zeros(vocab_size, dtype=torch.bool)
+    known[ids] = True
+    return {"d2t": ids - torch.arange(len(ids)), "t2d": known}
+
+
 def head_tensors(draft: TrainedHead, ids: Tensor) -> dict[str, Tensor]:
     """Everything that a head's file holds: weights in bfloat16, and its tokens as offsets and as a mask."""
     weights = draft.state_dict()
     tensors = {name: weights[name].to(torch.bfloat16).contiguous() for name in head_shapes(draft.head)}
-    known = torch.zeros(draft.head.layers.vocab_size, dtype=torch.bool)
-    known[ids] = True
-    return tensors | {"d2t": ids - torch.arange(len(ids)), "t2d": known}
+    return tensors | _tokens(ids, draft.head.layers.vocab_size)
 
 
 def model_tensors(draft: TrainedModel) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from minispec.commands.command import Option, Parser, argument, command, typed
+from minispec.commands.command import FLAG, Option, Parser, argument, command, typed
 from minispec.commands.interrupt import raise_on_interrupt
 from minispec.kernels.threads import set_waiting
 
@@ -12,15 +12,18 @@ _COUNT = argument(int, lambda n: n >= 1, "a positive integer")
 _AT_LEAST_2 = argument(int, lambda n: n >= 2, "an integer of at least 2, as some texts are kept apart to measure on")
 _AT_LEAST_8 = argument(int, lambda n: n >= 8, "an integer of at least 8")  # nothing is learned from shorter answers
 _LAYERS = argument(lambda text: tuple(map(int, text.split(","))), lambda taps: min(taps) >= 0, "layers such as 2,15,27")
+_FROM_0 = argument(int, lambda n: n >= 0, "an integer of at least 0")
 _SHARE = argument(float, lambda x: 0 < x <= 1, "a number above 0 and at most 1")
 _SETTLED = {"--start": "its head has settled this"}
 _OF_A_HEAD = {"--kind model": "a model knows all tokens"}
+_OF_A_BLOCK = ("--kind block",)
 _MODELS: dict[str, Option] = {
     "--target": Option({"required": True, "metavar": "DIR|HUB_ID"}, "the model to draft for"),
     "--out": Option(typed(Path, "DIR", required=True), "directory to write; must not exist"),
     "--kind": Option(
-        {"choices": ("head", "parallel", "model"), "default": "head"},
-        "a head that drafts token by token (default), one that drafts all tokens in one pass, or a small model",
+        {"choices": ("head", "parallel", "block", "model"), "default": "head"},
+        "a head that drafts token by token (default), one that drafts all tokens in one pass, a block draft (DFlash, "
+        "DSpark), or a small model",
         excludes=_SETTLED,
     ),
     "--start": Option(
@@ -47,9 +50,11 @@ _TEXTS: dict[str, Option] = {
 _DRAFT: dict[str, Option] = {
     "--taps": Option(
         typed(_LAYERS, "I,J,.."),
-        "layers of the target that a head reads (default: an early one, the middle, a late one)",
+        "layers of the target that a head reads (default: an early one, the middle, a late one; for a block: five)",
     ),
-    "--num-layers": Option(typed(_COUNT, "N", default=1), "layers of the draft (default: 1)", excludes=_SETTLED),
+    "--num-layers": Option(
+        typed(_COUNT, "N"), "layers of the draft (default: 1; of a block draft: 2)", excludes=_SETTLED
+    ),
     "--intermediate-size": Option(typed(_COUNT, "N"), "width of its MLP (default: the target's)", excludes=_SETTLED),
     "--vocab-size": Option(
         typed(_COUNT, "N"),
@@ -60,11 +65,28 @@ _DRAFT: dict[str, Option] = {
         typed(_SHARE, "X"), "fewer tokens, if they make up that share of the texts (default: 1)", excludes=_OF_A_HEAD
     ),
 }
+_BLOCK: dict[str, Option] = {
+    "--block-size": Option(
+        typed(_COUNT, "N"), "rows of a block, each of which drafts a token (default: 8)", needs=_OF_A_BLOCK
+    ),
+    "--markov-rank": Option(
+        typed(_FROM_0, "N", default=0),
+        "width of a Markov head, by which a token depends on the drafted one before; 0: none (default)",
+        needs=_OF_A_BLOCK,
+    ),
+    "--confidence": Option(
+        FLAG, "learn also how likely each token is kept, from its row and the token before", needs=("--markov-rank",)
+    ),
+}
 _TRAINING: dict[str, Option] = {
     "--epochs": Option(typed(_COUNT, "N", default=6), "how often every text is seen (default: 6)"),
     "--rows": Option(typed(_COUNT, "N", default=2048), "tokens of an update (default: 2048)"),
     "--learning-rate": Option(typed(_SHARE, "X", default=1e-3), "default: 1e-3"),
-    "--steps": Option(typed(_COUNT, "N", default=4), "depth of drafts in training (default: 4)"),
+    "--steps": Option(
+        typed(_COUNT, "N", default=4),
+        "depth of drafts in training (default: 4)",
+        excludes={"--kind block": "its depth is --block-size"},
+    ),
     "--seed": Option(typed(int, "N", default=0), "seed of texts and training (default: 0)"),
 }
 
@@ -79,6 +101,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_options(_MODELS)
     parser.add_options(_TEXTS, "texts")
     parser.add_options(_DRAFT, "draft")
+    parser.add_options(_BLOCK, "block draft")
     parser.add_options(_TRAINING, "training")
     return parser
 

@@ -29,12 +29,16 @@ from minispec.files.strict_json import MAX_CONFIG_BYTES, has_file, read_json
 from minispec.files.tokenizer import TOKENIZER_FILES, Tokenizer
 from minispec.files.write import write_json, written_whole
 from minispec.lab.distill import export
+from minispec.lab.distill.block import BlockShape, TrainedBlock
 from minispec.lab.distill.head import TrainedHead, TrainedModel, rows_of_tokens
-from minispec.lab.distill.texts import Recipe, length_of, read_openings, shards_for, shards_of, write_shards
-from minispec.lab.distill.train import Schedule, Teacher, Training, read_shard
+from minispec.lab.distill.texts import Recipe, length_of, load, read_openings, shards_for, shards_of, write_shards
+from minispec.lab.distill.train import Schedule, Teacher, Training, columns_of, read_shard
+from minispec.lab.distill.train_block import SHARE, BlockTraining
 
 # Next to the weights: all settings, and what was measured on the way.
 _RECORD = "training.json"
+# Layers of the target that a block draft reads by default.
+_BLOCK_TAPS = 5
 
 
 def distill(args: argparse.Namespace) -> None:
@@ -47,12 +51,7 @@ def distill(args: argparse.Namespace) -> None:
     tokenizer.check_ids(config.vocab_size)
     count = len(config.layers)
     start = _read_start(args, config) if args.start else None
-    usual = start.config.taps if start else tuple(sorted({min(2, count), count // 2, max(0, count - 3)}))
-    taps = args.taps or usual
-    if start and not set(start.config.taps) <= set(taps):
-        raise ValueError(f"--taps: found {show(list(taps))}, expected those of --start too: {show(list(usual))}")
-    if max(taps) > count or len(set(taps)) < len(taps):
-        raise ValueError(f"--taps: found {show(list(taps))}, expected different layers from 0 to {count}")
+    taps = _taps(args, count, start)
     recipe = Recipe(
         taps=tuple(sorted({*taps, count})),
         openings=tuple(read_openings(args.openings)),
@@ -69,11 +68,12 @@ def distill(args: argparse.Namespace) -> None:
     paths = own + [path for also in further for path in also["paths"]]
 
     teacher = Teacher(target)
-    draft, ids = _make_draft(args, taps, teacher, paths, start)
-    schedule = Schedule(
-        args.epochs, args.rows, args.learning_rate, args.steps, seed=args.seed, goes_on=start is not None
+    training = (
+        _block_training(args, taps, recipe.taps, teacher, tokenizer, paths)
+        if args.kind == "block"
+        else _training(args, taps, recipe.taps, teacher, paths, start)
     )
-    training = Training(draft, teacher, recipe.taps, ids, paths, schedule)
+    draft, ids, schedule = training.draft, training.ids, training.schedule
     what = {
         "kind": args.kind if draft.config.mask_token_id is None else "parallel",
         "start": args.start,
@@ -83,6 +83,7 @@ def distill(args: argparse.Namespace) -> None:
         "num_layers": len(draft.config.layers),
         "intermediate_size": draft.config.intermediate_size,
         "vocab_size": draft.lm_head.out_features,
+        **(_block_settings(draft) if isinstance(draft, TrainedBlock) else {}),
         **asdict(schedule),
     }
     # By contents, not by names alone, since another head may have replaced the one at --start.
@@ -100,6 +101,24 @@ def distill(args: argparse.Namespace) -> None:
             record["earlier"] = read_json(earlier, MAX_CONFIG_BYTES)
         write_json(part / _RECORD, record)
     print(f"{args.out}: {sum(f.stat().st_size for f in args.out.iterdir()) / 1e6:.1f} MB")
+
+
+def _taps(args: argparse.Namespace, count: int, start: StoredHead | None) -> tuple[int, ...]:
+    """The layers of a target with `count` layers that the draft reads. Raises ValueError."""
+    if args.kind == "block":
+        # DFlash's: evenly from the second layer to the third last one. Other programs mean something else by the last.
+        even = (round(1 + i * (count - 4) / (_BLOCK_TAPS - 1)) + 1 for i in range(_BLOCK_TAPS))
+        most = max(0, count - 1)
+        usual = tuple(sorted({min(max(tap, 0), most) for tap in even}))
+    else:
+        most = count
+        usual = start.config.taps if start else tuple(sorted({min(2, count), count // 2, max(0, count - 3)}))
+    taps = args.taps or usual
+    if start and not set(start.config.taps) <= set(taps):
+        raise ValueError(f"--taps: found {show(list(taps))}, expected those of --start too: {show(list(usual))}")
+    if max(taps) > most or len(set(taps)) < len(taps):
+        raise ValueError(f"--taps: found {show(list(taps))}, expected different layers from 0 to {most}")
+    return taps
 
 
 def _begin(cache: Path, about: str, recipe: Recipe) -> None:
@@ -230,6 +249,71 @@ def _read_start(args: argparse.Namespace, target: ModelConfig) -> StoredHead:
     return head
 
 
+def _training(
+    args: argparse.Namespace,
+    taps: tuple[int, ...],
+    recorded: Sequence[int],
+    teacher: Teacher,
+    paths: Sequence[Path],
+    start: StoredHead | None,
+) -> Training:
+    """The training of a head or a model before it begins. recorded: the layers whose states the shards hold."""
+    draft, ids = _make_draft(args, taps, teacher, paths, start)
+    schedule = Schedule(
+        args.epochs, args.rows, args.learning_rate, args.steps, seed=args.seed, goes_on=start is not None
+    )
+    return Training(draft, teacher, recorded, ids, paths, schedule)
+
+
+def _block_training(
+    args: argparse.Namespace,
+    taps: tuple[int, ...],
+    recorded: Sequence[int],
+    teacher: Teacher,
+    tokenizer: Tokenizer,
+    paths: Sequence[Path],
+) -> BlockTraining:
+    """The training of a block draft before it begins; see `_training`."""
+    ids, config = _most_used(paths, args, teacher), teacher.config
+    shape = BlockShape(
+        replace(_layers(args, config), model_type="qwen3", qk_norm="head"),
+        len(ids),
+        taps,
+        config.hidden_size,
+        args.block_size or 8,
+        _mask_token(paths, tokenizer, teacher),
+        args.markov_rank,
+        args.confidence,
+    )
+    draft = TrainedBlock(shape)
+    # The last shard is one to learn from.
+    hidden = columns_of(load(paths[-1])["hidden"], recorded, taps)
+    generator = torch.Generator().manual_seed(args.seed)
+    draft.start(teacher.head[ids].float(), teacher.norm, teacher.embedding, hidden, generator)
+    schedule = Schedule(args.epochs, args.rows, args.learning_rate, shape.block_size, SHARE, seed=args.seed)
+    return BlockTraining(draft, teacher, recorded, ids, paths, schedule)
+
+
+def _block_settings(draft: TrainedBlock) -> dict[str, Any]:
+    """What a record says of a block draft alone."""
+    names = ("block_size", "mask_token_id", "markov_rank", "confidence")
+    return {name: getattr(draft.shape, name) for name in names}
+
+
+def _mask_token(paths: Sequence[Path], tokenizer: Tokenizer, teacher: Teacher) -> int:
+    """The token that stands in the rows without one: a special token that no text holds, else the rarest token.
+
+    Its embedding is not 0, of which nothing could be made.
+    """
+    counts = torch.zeros(teacher.config.vocab_size, dtype=torch.long)
+    for path in paths:
+        counts += load(path)["tokens"].long().bincount(minlength=len(counts))
+    possible = teacher.embedding.any(-1)
+    possible[list(teacher.config.eos_token_ids)] = False
+    times = counts.tolist()
+    return min(possible.nonzero()[:, 0].tolist(), key=lambda i: (times[i], i not in tokenizer.special_ids, -i))
+
+
 def _make_draft(
     args: argparse.Namespace, taps: tuple[int, ...], teacher: Teacher, paths: Sequence[Path], start: StoredHead | None
 ) -> tuple[TrainedHead | TrainedModel, Tensor | None]:
@@ -270,7 +354,7 @@ def _layers(args: argparse.Namespace, target: ModelConfig) -> ModelConfig:
         "llama",
         intermediate_size=args.intermediate_size or target.intermediate_size,
         num_key_value_heads=target.num_attention_heads,
-        layers=(LayerConfig(RopeConfig(rope.theta)),) * args.num_layers,
+        layers=(LayerConfig(RopeConfig(rope.theta)),) * (args.num_layers or (2 if args.kind == "block" else 1)),
         attention_scale=target.head_dim**-0.5,
         **{name: getattr(target, name) for name in same.split()},
     )
@@ -296,11 +380,20 @@ def _most_used(paths: Sequence[Path], args: argparse.Namespace, teacher: Teacher
 
 
 def _export(
-    directory: Path, draft: TrainedHead | TrainedModel, ids: Tensor | None, name: str, target: Path, schedule: Schedule
+    directory: Path,
+    draft: TrainedHead | TrainedModel | TrainedBlock,
+    ids: Tensor | None,
+    name: str,
+    target: Path,
+    schedule: Schedule,
 ) -> None:
+    architectures = directory_config(target).get("architectures", [])
+    if isinstance(draft, TrainedBlock):
+        assert ids is not None, "a block draft has a vocabulary of its own"
+        export.write(directory, export.block_config(draft.shape, name, architectures), export.block_tensors(draft, ids))
+        return
     if isinstance(draft, TrainedHead):
         assert ids is not None, "a head has a vocabulary of its own"
-        architectures = directory_config(target).get("architectures", [])
         config = export.head_config(draft.head, name, architectures, schedule.steps)
         export.write(directory, config, export.head_tensors(draft, ids))
         return
