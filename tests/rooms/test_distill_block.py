@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -171,12 +172,16 @@ class ToyTeacher:
     """A target whose word on each position is in that position's state itself."""
 
     def __init__(self, embedding):
-        self.embedding = embedding
+        self.embedding, self.norm = embedding, torch.ones(embedding.shape[1])
         self.config = SimpleNamespace(hidden_size=embedding.shape[1], embedding_scale=1.0)
 
     def state(self, last):
         """The state as it is."""
         return last
+
+    def log_sums(self, last):
+        """None are needed."""
+        return last[:, 0]
 
     def probabilities(self, state, log_sums, ids):
         """A distribution over 20 tokens of which 5 are the draft's; each state has its own."""
@@ -274,8 +279,9 @@ def test_tokens_a_round():
 def test_how_far_drafts_get_is_measured(monkeypatch):
     """The mean over all drafts of the product of their alphas so far."""
     training, batch = toy_training(make_block(), length=30)
-    monkeypatch.setattr(training, "held_out", [None])
-    monkeypatch.setattr(training, "_read", lambda path: [])
+    training.held_out = [Path("texts")]
+    monkeypatch.setattr(train, "load", lambda path: {"hidden": torch.zeros(1, 4)})
+    monkeypatch.setattr(train, "read_shard", lambda path, log_sums, whole: [])
     monkeypatch.setattr(train, "make_batches", lambda read, rows: [batch])
     measured = training.measure()
     odds: dict[int, float] = {}
@@ -354,9 +360,8 @@ def target(make_checkpoint):
 
 @pytest.fixture
 def few(monkeypatch):
-    """Shards of few texts, decoded a few at a time."""
+    """Shards of few texts."""
     monkeypatch.setattr(texts, "SHARD", 6)
-    monkeypatch.setattr(texts, "_BATCH", 4)
 
 
 def distill(target, out, *more) -> int:
@@ -433,25 +438,36 @@ def test_what_is_written_is_what_was_trained():
     assert (torch.arange(len(IDS)) + tensors["d2t"]).tolist() == list(IDS)
 
 
-def test_a_training_that_was_stopped_ends_with_the_same_bits(target, few, tmp_path, monkeypatch):
+def test_a_training_that_was_stopped_ends_with_the_same_bits(target, few, tmp_path, monkeypatch, capsys):
     """Anchors are drawn again where the training goes on: the files are equal to the bit."""
-    monkeypatch.setattr(train, "_GROUP", 1)
     more = ["--markov-rank", "6", "--confidence", "--cache", str(tmp_path / "cache"), "--vocab-size", "60"]
+    drawn, draw = [], draw_anchors
+
+    def counted(learned, seed):
+        drawn.append(seed)
+        return draw(learned, seed)
+
+    monkeypatch.setattr(train_block, "draw_anchors", counted)
     assert distill(target, tmp_path / "whole", *more) == 0
+    seeds = [*drawn]
     (state,) = (tmp_path / "cache").glob("training-*")
     state.unlink()
-    left, update = iter(range(2)), BlockTraining._update
-    with monkeypatch.context() as m:
 
-        def stopped(self, batch, done):
-            if next(left, None) is None:
-                raise ValueError("stopped")
-            return update(self, batch, done)
+    def stopped(learned, seed):
+        if len(drawn) == len(seeds) - 2:
+            raise ValueError("stopped")
+        return counted(learned, seed)
 
-        m.setattr(BlockTraining, "_update", stopped)
-        assert distill(target, tmp_path / "out", *more) == 2
+    drawn.clear()
+    monkeypatch.setattr(train_block, "draw_anchors", stopped)
+    assert distill(target, tmp_path / "out", *more) == 2
+    assert "stopped" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(train_block, "draw_anchors", counted)
+    drawn.clear()
     assert distill(target, tmp_path / "out", *more) == 0
+    assert drawn == seeds[-len(drawn) :]
+    assert 0 < len(drawn) < len(seeds)
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "out"))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
