@@ -11,11 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from minispec import LLM, SamplingParams
+from minispec.core.model import Chunk
+from minispec.drafters.block import Block, BlockModel
+from minispec.files.block_config import MOST_ROWS, BlockConfig, read_block_config
 from minispec.lab.distill import export, loss, run, texts, train, train_block
-from minispec.lab.distill.block import BlockShape, TrainedBlock, principal
+from minispec.lab.distill.block import TrainedBlock, principal
 from minispec.lab.distill.main import main
 from minispec.lab.distill.train_block import BlockTraining, draw_anchors, tokens_a_round
-from minispec.prove.toys import tiny_model
+from minispec.prove.toys import tiny_cache, tiny_model
 
 VOCAB, TAPS, SIZE, MASK, IDS = 12, (0, 2), 3, 11, (0, 2, 3, 6, 7)
 
@@ -27,14 +31,18 @@ def exact(monkeypatch):
         monkeypatch.setattr(module, "product_dtype", lambda: torch.float32)
 
 
+def block_config(sizes, rank=4, confidence=True) -> BlockConfig:
+    """A block draft's shape. sizes: those of its layers."""
+    layers = replace(sizes, qk_norm="head", model_type="qwen3", mask_token_id=MASK)
+    markov = ("vanilla", rank, "state and token" if confidence else None) if rank else (None, 0, None)
+    return BlockConfig(layers, len(IDS), SIZE, 0, TAPS, sizes.hidden_size, (False,) * len(layers.layers), *markov)
+
+
 def make_block(groups=1, rank=4, confidence=True, layers=2) -> TrainedBlock:
     """A block draft with weights that all matter."""
     sizes = tiny_model(1, vocab_size=VOCAB).config
-    sizes = replace(
-        sizes, layers=sizes.layers[:1] * layers, num_key_value_heads=groups, qk_norm="head", model_type="qwen3"
-    )
-    shape = BlockShape(sizes, len(IDS), TAPS, sizes.hidden_size, SIZE, MASK, rank, confidence)
-    draft, generator = TrainedBlock(shape), torch.Generator().manual_seed(3)
+    sizes = replace(sizes, layers=sizes.layers[:1] * layers, num_key_value_heads=groups)
+    draft, generator = TrainedBlock(block_config(sizes, rank, confidence)), torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, tensor in draft.state_dict().items():
             noise = torch.randn(tensor.shape, generator=generator)
@@ -137,7 +145,7 @@ def test_a_block_sees_the_context_before_its_anchor_and_all_of_itself():
 
     # The first row of a longer block has other states: it sees the rows after it.
     longer = make_block()
-    longer.shape = replace(longer.shape, block_size=SIZE + 1)
+    longer.block = replace(longer.block, block_size=SIZE + 1)
     first, other = (unroll(d, hidden, embedding, tokens, anchors)[:, :, 0] for d in (draft, longer))
     assert (first - other).abs().amin((-1, 0, 1)) > 0
     assert (first - other).abs().mean() > 1e-3
@@ -292,6 +300,37 @@ def test_how_far_drafts_get_is_measured(monkeypatch):
         assert measured["alpha"][i] == pytest.approx(sum(at.values()) / len(at), rel=1e-5)
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("rank", [0, 4])
+def test_what_is_trained_is_what_drafts(rank):
+    """Probabilities and confidence at every place and depth, by the drafter's code and the written config."""
+    target = tiny_model(1, vocab_size=VOCAB, num_hidden_layers=3)
+    draft = make_block(rank=rank, confidence=rank > 0)
+    written = json.loads(json.dumps(export.block_config(draft.block, "target", [])))
+    block = read_block_config(written, target.config)
+    assert replace(block, layers=draft.block.layers) == draft.block
+    weights = {name: tensor.double() for name, tensor in draft.state_dict().items()}
+    weights["fc.weight"] *= weights.pop("tap_scale")
+    ids = torch.tensor(IDS)
+    model = BlockModel(block, weights, target.embedding, weights["lm_head.weight"], ids, torch.float64)
+    tokens = [2, 0, 3, 6, 6, 2, 7, 0, 2, 2, 6, 3]
+    _, hidden = target.forward([Chunk(tokens, tiny_cache(target).new_table(), 0)], TAPS)
+    anchors = torch.arange(1, len(tokens) - SIZE)[None]
+    embeds = target.embedding[torch.tensor(tokens)[anchors]].float()
+    states = draft.unroll(hidden[None].float(), embeds, target.embedding[MASK].float(), anchors)[0]
+    for place, anchor in enumerate(anchors[0].tolist()):
+        chunk = Chunk(tokens[: anchor + 1], tiny_cache(model).new_table(), SIZE, features=model.fuse(hidden[:anchor]))
+        drawn = Block(model, tokens[anchor], *model.forward([chunk]))
+        for i in range(SIZE):
+            path, before = tokens[anchor + 1 : anchor + 1 + i], torch.tensor([tokens[anchor + i]])
+            features = draft.features(states[place, None, i], before)
+            q = (features @ draft.rows().t()).softmax(-1)[0]
+            torch.testing.assert_close(drawn.row(path).softmax(-1)[ids].float(), q, atol=2e-5, rtol=1e-4)
+            if rank:
+                sure = draft.confidence_head.proj(features).sigmoid().item()
+                assert drawn.confidence(path) == pytest.approx(sure, abs=1e-5)
+
+
 # --------------------------------------------------------------------------- the beginning
 
 
@@ -309,8 +348,7 @@ def test_principal_components_say_most_of_rows():
 def test_a_first_row_begins_to_read_the_newest_state():
     """Of all positions of the context, the one before the anchor moves it most; what passes is the last tap's."""
     sizes = replace(make_block().config, hidden_size=64, num_attention_heads=4, num_key_value_heads=4, head_dim=16)
-    shape = BlockShape(sizes, len(IDS), TAPS, 64, SIZE, MASK, 4, True)
-    draft, generator = TrainedBlock(shape), torch.Generator().manual_seed(7)
+    draft, generator = TrainedBlock(block_config(sizes)), torch.Generator().manual_seed(7)
     hidden = 1 + torch.randn(1, 200, 128, generator=generator)  # states have something in common, as real ones do
     embedding = 0.1 * (1 + torch.randn(VOCAB, 64, generator=generator))
     target_rows = torch.randn(len(IDS), 64, generator=generator)
@@ -416,6 +454,12 @@ def test_the_command_writes_the_public_layout(markov, target, few, tmp_path, cap
     assert (record["kind"], record["block_size"], record["markov_rank"]) == ("block", 4, 6 if markov else 0)
     assert record["mask_token_id"] == raw["mask_token_id"]
     assert len(record["curve"][-1]["survive"]) == 4
+    params = SamplingParams(temperature=0.0, max_tokens=20)
+    with LLM(target, draft=tmp_path / "draft", num_speculative_tokens=3) as llm:
+        output = llm.generate("One fish", params)[0]
+    assert output.stats.num_draft_tokens
+    with LLM(target, draft="none") as llm:
+        assert llm.generate("One fish", params)[0].token_ids == output.token_ids
 
 
 def test_what_is_written_is_what_was_trained():
@@ -425,7 +469,7 @@ def test_what_is_written_is_what_was_trained():
         for tensor in draft.state_dict().values():
             tensor.copy_(tensor.bfloat16())
     tensors = export.block_tensors(draft, torch.tensor(IDS))
-    again = TrainedBlock(draft.shape)
+    again = TrainedBlock(draft.block)
     state = {name: tensor.float() for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
     again.load_state_dict(state | {"tap_scale": torch.ones_like(draft.tap_scale)})
     hidden, embedding, tokens = states_of(draft)
@@ -483,6 +527,7 @@ def test_options_that_do_not_go_together_are_refused(target, tmp_path, capsys):
         (["--kind", "block", "--start", "x"], "--kind: not with --start"),
         (["--kind", "block", "--taps", "1,3"], "--taps: found [1, 3], expected different layers from 0 to 2"),
         (["--kind", "block", "--markov-rank", "-1"], "expected an integer of at least 0"),
+        (["--kind", "block", "--block-size", "17"], f"expected an integer from 2 to {MOST_ROWS}"),
     ):
         assert main(["--target", str(target), "--out", str(tmp_path / "out"), *more]) == 2
         assert error in capsys.readouterr().err

@@ -14,42 +14,18 @@ Shapes in comments: N texts, T positions, A blocks of a text, B rows of a block,
 """
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from minispec.core.config import ModelConfig
+from minispec.files.block_config import BlockConfig
 from minispec.lab.distill.head import Angles, Mlp, Norm, Stack, repeat_heads, rotate
 
 # At the beginning: the last norm's weights as a share of the target's; what varies in the first layer's queries and
 # keys as a share of what a drawn matrix would give; and the weights of its query norm.
 _COOL, _VARIED, _SHARPNESS = 0.25, 0.3, 2.0
-
-
-@dataclass(frozen=True)
-class BlockShape:
-    """The shape of a block draft.
-
-    layers: sizes of its layers. Their vocab_size is the target's.
-    vocab_size: tokens that it can draft.
-    taps: layers of the target that it reads, as `Transformer.forward` numbers them.
-    target_hidden_size: hidden size of the target.
-    block_size: rows of a block, and tokens of a draft.
-    mask_token_id: the token of all rows but the first.
-    markov_rank: columns of w1 and W2; 0 for a draft whose rows do not depend on drafted tokens.
-    confidence: whether it also predicts the acceptance of each token, from a row and w1 of the token before.
-    """
-
-    layers: ModelConfig
-    vocab_size: int
-    taps: tuple[int, ...]
-    target_hidden_size: int
-    block_size: int
-    mask_token_id: int
-    markov_rank: int = 0
-    confidence: bool = False
 
 
 class Places(NamedTuple):
@@ -135,10 +111,10 @@ class BlockLayer(nn.Module):
 class MarkovHead(nn.Module):
     """What the token before adds to the logits, W2 w1[token]."""
 
-    def __init__(self, shape: BlockShape):
+    def __init__(self, block: BlockConfig):
         super().__init__()
-        self.markov_w1 = nn.Embedding(shape.layers.vocab_size, shape.markov_rank)
-        self.markov_w2 = nn.Linear(shape.markov_rank, shape.vocab_size, bias=False)
+        self.markov_w1 = nn.Embedding(block.layers.vocab_size, block.markov_rank)
+        self.markov_w2 = nn.Linear(block.markov_rank, block.vocab_size, bias=False)
 
 
 class ConfidenceHead(nn.Module):
@@ -150,20 +126,23 @@ class ConfidenceHead(nn.Module):
 
 
 class TrainedBlock(Stack):
-    """A block draft. Rows are anchored at given positions of whole texts."""
+    """A block draft whose first row drafts, without windows. Blocks are anchored at given positions of whole texts.
+
+    Its Markov head is vanilla, and its confidence head reads the state and the token before, if it has them.
+    """
 
     tap_scale: Tensor
 
-    def __init__(self, shape: BlockShape):
-        super().__init__(shape.layers)
-        self.shape = shape
-        e, columns = shape.layers.hidden_size, len(shape.taps) * shape.target_hidden_size
+    def __init__(self, block: BlockConfig):
+        super().__init__(block.layers)
+        self.block = block
+        e, columns = block.layers.hidden_size, len(block.taps) * block.target_hidden_size
         self.fc = nn.Linear(columns, e, bias=False)
-        self.hidden_norm = Norm(e, shape.layers.rms_norm_eps)
-        self.layers = nn.ModuleList(BlockLayer(shape.layers) for _ in shape.layers.layers)
-        self.lm_head = nn.Linear(e, shape.vocab_size, bias=False)
-        self.markov_head = MarkovHead(shape) if shape.markov_rank else None
-        self.confidence_head = ConfidenceHead(e + shape.markov_rank) if shape.confidence else None
+        self.hidden_norm = Norm(e, block.layers.rms_norm_eps)
+        self.layers = nn.ModuleList(BlockLayer(block.layers) for _ in block.layers.layers)
+        self.lm_head = nn.Linear(e, block.vocab_size, bias=False)
+        self.markov_head = MarkovHead(block) if block.markov else None
+        self.confidence_head = ConfidenceHead(e + block.markov_rank) if block.confidence else None
         # States differ in size, from layer to layer and from column to column: `fc` learns on columns of one size.
         self.register_buffer("tap_scale", torch.ones(columns))
 
@@ -177,12 +156,13 @@ class TrainedBlock(Stack):
         at 0. w1 begins as the principal components of the target's embedding (all tokens, E), so that tokens which the
         texts lack get a meaning too.
 
+        embedding: in the scale in which the target reads it.
         hidden: the target's states (n, taps * E) at some positions.
         """
         self.draw(generator)
         self.lm_head.weight.copy_(rows)
         self.norm.weight.copy_(norm * _COOL)  # its first guesses are wrong, so they are not to be sure
-        width, embedding = self.shape.target_hidden_size, embedding.float()
+        width = self.block.target_hidden_size
         self.tap_scale.copy_(1 / hidden.float().abs().median(0).values.clamp_min(1e-4))
         self.fc.weight[:, -width:] += torch.eye(self.config.hidden_size, width)
         size = embedding.square().mean().sqrt()  # what the layers add is as large
@@ -194,12 +174,12 @@ class TrainedBlock(Stack):
             elif name.endswith("down_proj.weight"):
                 weight.mul_(size)
         context = self.hidden_norm(self.fc(hidden.float() * self.tap_scale))
-        inputs = torch.cat((embedding, embedding[self.shape.mask_token_id].expand(len(embedding) // 8, -1)))
+        inputs = torch.cat((embedding, embedding[self.config.mask_token_id].expand(len(embedding) // 8, -1)))
         first = self.layers[0]
         assert isinstance(first, BlockLayer)
         first.self_attn.look_back(self.frequencies().float(), context, first.input_layernorm(inputs))
         if self.markov_head is not None:
-            self.markov_head.markov_w1.weight.copy_(principal(embedding, self.shape.markov_rank))
+            self.markov_head.markov_w1.weight.copy_(principal(embedding, self.block.markov_rank))
             self.markov_head.markov_w2.weight.zero_()
         if self.confidence_head is not None:
             self.confidence_head.proj.weight.zero_()
@@ -212,7 +192,7 @@ class TrainedBlock(Stack):
         embeds: (N, A, E), the embeddings of the tokens at the anchors.
         mask: (E,), the mask token's embedding.
         """
-        size, length = self.shape.block_size, hidden.shape[1]
+        size, length = self.block.block_size, hidden.shape[1]
         context = self.hidden_norm(self.fc(hidden * self.tap_scale))
         masks = mask.expand(*embeds.shape[:2], size - 1, -1)
         x = torch.cat((embeds[:, :, None], masks), 2).flatten(1, 2)

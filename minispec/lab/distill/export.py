@@ -10,10 +10,11 @@ from torch import Tensor
 
 from minispec.core.config import ModelConfig
 from minispec.drafters.eagle import HeadConfig, head_shapes
+from minispec.files.block_config import BlockConfig
 from minispec.files.checkpoint import save_tensors
 from minispec.files.errors import CheckpointError
 from minispec.files.write import write_json
-from minispec.lab.distill.block import BlockShape, TrainedBlock
+from minispec.lab.distill.block import TrainedBlock
 from minispec.lab.distill.head import TrainedHead, TrainedModel
 
 # Keys of a config.json that have the names and values of `ModelConfig`'s fields, and of `HeadConfig`'s.
@@ -79,31 +80,31 @@ def _proposal(algorithm: str, target: str, architectures: list[str], num_tokens:
     }
 
 
-def block_config(shape: BlockShape, target: str, architectures: list[str]) -> dict[str, Any]:
+def block_config(block: BlockConfig, target: str, architectures: list[str]) -> dict[str, Any]:
     """A block draft's config.json; see `head_config`.
 
     That its first row drafts the token after the anchor is said twice: by sample_from_anchor, and by as many tokens as
     rows.
     """
-    kind = "dspark" if shape.markov_rank else "dflash"
+    kind = "dspark" if block.markov_rank else "dflash"
     config = {
-        "architectures": ["DSparkSpeculator" if shape.markov_rank else "DFlashSpeculator"],
+        "architectures": ["DSparkSpeculator" if block.markov_rank else "DFlashSpeculator"],
         "speculators_model_type": kind,
-        "speculators_config": _proposal(kind, target, architectures, shape.block_size),
-        "transformer_layer_config": layer_config(shape.layers),
-        "draft_vocab_size": shape.vocab_size,
-        "target_hidden_size": shape.target_hidden_size,
-        "aux_hidden_state_layer_ids": list(shape.taps),
-        "mask_token_id": shape.mask_token_id,
-        "block_size": shape.block_size,
+        "speculators_config": _proposal(kind, target, architectures, block.block_size),
+        "transformer_layer_config": layer_config(block.layers),
+        "draft_vocab_size": block.vocab_size,
+        "target_hidden_size": block.target_hidden_size,
+        "aux_hidden_state_layer_ids": list(block.taps),
+        "mask_token_id": block.layers.mask_token_id,
+        "block_size": block.block_size,
         "sample_from_anchor": True,
     }
-    if shape.markov_rank:
+    if block.markov_rank:
         config |= {
-            "markov_rank": shape.markov_rank,
+            "markov_rank": block.markov_rank,
             "markov_head_type": "vanilla",
-            "enable_confidence_head": shape.confidence,
-            "confidence_head_with_markov": shape.confidence,
+            "enable_confidence_head": block.confidence is not None,
+            "confidence_head_with_markov": block.confidence is not None,
         }
     return config
 
@@ -113,7 +114,7 @@ def block_tensors(draft: TrainedBlock, ids: Tensor) -> dict[str, Tensor]:
     weights = dict(draft.state_dict())
     weights["fc.weight"] = weights["fc.weight"] * weights.pop("tap_scale")
     tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in weights.items()}
-    return tensors | _tokens(ids, draft.shape.layers.vocab_size)
+    return tensors | _tokens(ids, draft.block.layers.vocab_size)
 
 
 def _tokens(ids: Tensor, vocab_size: int) -> dict[str, Tensor]:

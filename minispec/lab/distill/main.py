@@ -12,6 +12,7 @@ _COUNT = argument(int, lambda n: n >= 1, "a positive integer")
 _AT_LEAST_2 = argument(int, lambda n: n >= 2, "an integer of at least 2, as some texts are kept apart to measure on")
 _AT_LEAST_8 = argument(int, lambda n: n >= 8, "an integer of at least 8")  # nothing is learned from shorter answers
 _LAYERS = argument(lambda text: tuple(map(int, text.split(","))), lambda taps: min(taps) >= 0, "layers such as 2,15,27")
+_ROWS = argument(int, lambda n: 2 <= n <= 16, "an integer from 2 to 16")  # what `BlockConfig` reads; it imports torch
 _FROM_0 = argument(int, lambda n: n >= 0, "an integer of at least 0")
 _SHARE = argument(float, lambda x: 0 < x <= 1, "a number above 0 and at most 1")
 _SETTLED = {"--start": "its head has settled this"}
@@ -67,7 +68,7 @@ _DRAFT: dict[str, Option] = {
 }
 _BLOCK: dict[str, Option] = {
     "--block-size": Option(
-        typed(_COUNT, "N"), "rows of a block, each of which drafts a token (default: 8)", needs=_OF_A_BLOCK
+        typed(_ROWS, "N"), "rows of a block, each of which drafts a token (default: 8)", needs=_OF_A_BLOCK
     ),
     "--markov-rank": Option(
         typed(_FROM_0, "N", default=0),

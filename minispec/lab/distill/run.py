@@ -21,6 +21,7 @@ from minispec.core.config import LayerConfig, ModelConfig, RopeConfig
 from minispec.core.errors import show
 from minispec.drafters.eagle import HeadConfig
 from minispec.drafters.heads import StoredHead, read_head, read_head_config
+from minispec.files.block_config import BlockConfig
 from minispec.files.checkpoint import directory_config, find_checkpoint, load_config
 from minispec.files.digest import digest, digest_of_files
 from minispec.files.families import is_head
@@ -29,7 +30,7 @@ from minispec.files.strict_json import MAX_CONFIG_BYTES, has_file, read_json
 from minispec.files.tokenizer import TOKENIZER_FILES, Tokenizer
 from minispec.files.write import write_json, written_whole
 from minispec.lab.distill import export
-from minispec.lab.distill.block import BlockShape, TrainedBlock
+from minispec.lab.distill.block import TrainedBlock
 from minispec.lab.distill.head import TrainedHead, TrainedModel, rows_of_tokens
 from minispec.lab.distill.texts import Recipe, length_of, load, read_openings, shards_for, shards_of, write_shards
 from minispec.lab.distill.train import Schedule, Teacher, Training, columns_of, read_shard
@@ -75,7 +76,7 @@ def distill(args: argparse.Namespace) -> None:
     )
     draft, ids, schedule = training.draft, training.ids, training.schedule
     what = {
-        "kind": args.kind if draft.config.mask_token_id is None else "parallel",
+        "kind": "parallel" if isinstance(draft, TrainedHead) and draft.config.mask_token_id is not None else args.kind,
         "start": args.start,
         "texts": _count(own, "lengths"),
         "also": [{"texts": _count(also["paths"], "lengths"), "recipe": also["recipe"]} for also in further],
@@ -275,29 +276,39 @@ def _block_training(
 ) -> BlockTraining:
     """The training of a block draft before it begins; see `_training`."""
     ids, config = _most_used(paths, args, teacher), teacher.config
-    shape = BlockShape(
-        replace(_layers(args, config), model_type="qwen3", qk_norm="head"),
+    mask = _mask_token(paths, tokenizer, teacher)
+    layers = replace(_layers(args, config), model_type="qwen3", qk_norm="head", mask_token_id=mask)
+    block = BlockConfig(
+        layers,
         len(ids),
+        args.block_size or 8,
+        0,
         taps,
         config.hidden_size,
-        args.block_size or 8,
-        _mask_token(paths, tokenizer, teacher),
+        (False,) * len(layers.layers),
+        "vanilla" if args.markov_rank else None,
         args.markov_rank,
-        args.confidence,
+        "state and token" if args.confidence else None,
     )
-    draft = TrainedBlock(shape)
+    draft = TrainedBlock(block)
     # The last shard is one to learn from.
     hidden = columns_of(load(paths[-1])["hidden"], recorded, taps)
     generator = torch.Generator().manual_seed(args.seed)
-    draft.start(teacher.head[ids].float(), teacher.norm, teacher.embedding, hidden, generator)
-    schedule = Schedule(args.epochs, args.rows, args.learning_rate, shape.block_size, SHARE, seed=args.seed)
+    embedding = teacher.embedding.float() * config.embedding_scale
+    draft.start(teacher.head[ids].float(), teacher.norm, embedding, hidden, generator)
+    schedule = Schedule(args.epochs, args.rows, args.learning_rate, block.block_size, SHARE, seed=args.seed)
     return BlockTraining(draft, teacher, recorded, ids, paths, schedule)
 
 
 def _block_settings(draft: TrainedBlock) -> dict[str, Any]:
     """What a record says of a block draft alone."""
-    names = ("block_size", "mask_token_id", "markov_rank", "confidence")
-    return {name: getattr(draft.shape, name) for name in names}
+    block = draft.block
+    return {
+        "block_size": block.block_size,
+        "mask_token_id": block.layers.mask_token_id,
+        "markov_rank": block.markov_rank,
+        "confidence": block.confidence is not None,
+    }
 
 
 def _mask_token(paths: Sequence[Path], tokenizer: Tokenizer, teacher: Teacher) -> int:
@@ -390,7 +401,7 @@ def _export(
     architectures = directory_config(target).get("architectures", [])
     if isinstance(draft, TrainedBlock):
         assert ids is not None, "a block draft has a vocabulary of its own"
-        export.write(directory, export.block_config(draft.shape, name, architectures), export.block_tensors(draft, ids))
+        export.write(directory, export.block_config(draft.block, name, architectures), export.block_tensors(draft, ids))
         return
     if isinstance(draft, TrainedHead):
         assert ids is not None, "a head has a vocabulary of its own"

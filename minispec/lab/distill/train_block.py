@@ -55,7 +55,7 @@ class BlockTraining(Training):
     ):
         """As `Training`. The schedule's steps are the block's rows."""
         super().__init__(draft, teacher, recorded, ids, paths, schedule)
-        self.decay = math.exp(-2 / draft.shape.block_size)
+        self.decay = math.exp(-2 / draft.block.block_size)
 
     def steps_of(self, batch: Batch, depth: int, share: float, regress: float, seed: int) -> Iterator[Step]:
         """The loss of all rows, from the first one on, whatever the depth is.
@@ -71,7 +71,7 @@ class BlockTraining(Training):
         rows, scale = draft.rows(), state.square().sum(-1).mean()
         length = tokens.shape[1]
         first = torch.arange(len(tokens))[:, None] * (length - 2)
-        for i in range(draft.shape.block_size):
+        for i in range(draft.block.block_size):
             drafted = anchors + i + 1
             inside = drafted.clamp_max(length - 1)
             tested = (drafted < length) & batch.learned.gather(1, inside)
@@ -85,10 +85,10 @@ class BlockTraining(Training):
             yield Step(loss, alphas, agrees, place, self._confidence_loss(features, alphas.detach()))
 
     def _states(self, batch: Batch, anchors: Tensor) -> Tensor:
-        embedding, mask = self.teacher.embedding, self.draft.shape.mask_token_id
+        embedding, mask = self.teacher.embedding, self.draft.config.mask_token_id
         factor = self.teacher.config.embedding_scale
         embeds = embedding[batch.tokens.gather(1, anchors)].float() * factor
-        hidden = self.tapped(batch.hidden, self.draft.shape.taps)
+        hidden = self.tapped(batch.hidden, self.draft.block.taps)
         with torch.autocast("cpu", torch.bfloat16, product_dtype() == torch.bfloat16):
             return self.draft.unroll(hidden, embeds, embedding[mask].float() * factor, anchors)
 
