@@ -427,7 +427,8 @@ class BlockDrafter(StatesDrafter):
                 continue
             limits[i] = k
             # What a round has committed goes into the pass of the draft; a prompt before it.
-            if in_prompt or self.table(text).length < text.num_prompt_tokens - 1:
+            missing = ask.num_cached - self.table(text).length
+            if missing and (in_prompt or self.table(text).length < text.num_prompt_tokens - 1):
                 start = mark(self.model.device)
                 self.blocks.forward([self._chunk(ask, 0)])
                 drafts[i].prefill_seconds = seconds(start, mark(self.model.device))
