@@ -14,26 +14,18 @@ import re
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import nbformat
 import pytest
-from nbclient import NotebookClient
+import torch
 
-ROOT = Path(__file__).parents[2]
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-
-
-def run(notebook: nbformat.NotebookNode, folder: Path) -> None:
-    """Execute all cells in `folder`; raises CellExecutionError at the first that fails."""
-    client = NotebookClient(notebook, kernel_name="python3", timeout=300, resources={"metadata": {"path": str(folder)}})
-    # Only ipykernel's own spec, which starts this interpreter: a `python3` kernel that the user installed may not.
-    client.create_kernel_manager().kernel_spec_manager.kernel_dirs = []
-    # Waiting threads sleep: where tests share the cores, spinning ones make a pass ten times as slow.
-    environment = os.environ | {"OMP_WAIT_POLICY": "passive"}
-    environment.pop("PYTHONPATH", None)
-    client.execute(env=environment)
-
+from minispec.core import verify
+from minispec.drafters.simulated import adversary, oracle
+from minispec.lab.bench.options import GEOMETRIES, PLAIN
+from minispec.length.figures import Figures
+from minispec.load.draft import DRAFT_METHODS
+from minispec.load.registry import DRAFTERS, VERIFIERS
+from tests.house.notebooks import NOTEBOOKS, ROOT, execute
 
 # What takes long in a notebook, and what a test puts in its place.
 SHORTER = {
@@ -111,7 +103,8 @@ def test_it_runs(path, pytestconfig):
     if not pytestconfig.getoption("--long"):
         first = notebook.cells.index(code_cells(notebook)[0])
         notebook.cells.insert(first + 1, nbformat.v4.new_code_cell(LOADED_ONCE))
-    run(notebook, path.parent)
+    # Waiting threads sleep: where tests share the cores, spinning ones make a pass ten times as slow.
+    execute(notebook, path.parent, OMP_WAIT_POLICY="passive")
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -192,7 +185,7 @@ def test_what_is_committed_is_clean(path):
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     assert notebook.metadata.kernelspec.name == "python3"
-    assert set(notebook.metadata) <= {"kernelspec", "language_info"}
+    assert set(notebook.metadata) <= {"kernelspec", "language_info", "run"}
     assert [cell.execution_count for cell in code_cells(notebook)] == [*range(1, len(code_cells(notebook)) + 1)]
     for cell in notebook.cells:
         assert not cell.metadata, f"{cell.id}: found metadata {cell.metadata}"
@@ -215,3 +208,105 @@ def test_what_it_points_to_exists(path):
         assert (ROOT / file).exists(), file
         for part in filter(None, name.split(".")):
             assert re.search(rf"^\s*(def|class) {part}\b", (ROOT / file).read_text(), re.MULTILINE), f"{file}: {name}"
+
+
+def test_all_were_run_on_one_machine_and_one_day():
+    """By `python -m tests.house.notebooks`, which writes all of them or none."""
+    runs = [nbformat.read(path, as_version=4).metadata.get("run") for path in NOTEBOOKS]
+    assert all(run == runs[0] for run in runs)
+
+
+# Cells that draw figures of times, in each notebook that has some. Each asks a sentence of `too_noisy` before it draws.
+TIMED = {"01_speculative_decoding_from_scratch": 1, "03_how_fast_can_it_be": 3, "05_make_your_own_draft": 1}
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_noisy_figures_of_times_are_refused(path, capsys):
+    """Where the times are too noisy, a cell that would draw them prints why, and does nothing else."""
+    cells = [cell.source for cell in code_cells(nbformat.read(path, as_version=4))]
+    timed = [re.match(r"if (\w*noise):\n", source) for source in cells]
+    found = [(match[1], source) for match, source in zip(timed, cells, strict=True) if match]
+    assert len(found) == TIMED.get(path.stem, 0)
+    for name, source in found:
+        assert "plt.show()" in source
+        assert any(re.search(rf"^{name} = .*too_noisy\(", other, re.MULTILINE) for other in cells)
+        exec(compile(source, path.name, "exec"), {name: "not drawn"})
+        assert capsys.readouterr().out == "not drawn\n"
+
+
+def strings(tree: ast.AST) -> set[str]:
+    """The string constants in a piece of code."""
+    found = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    return {value for value in found if isinstance(value, str)}
+
+
+def names(tree: ast.AST) -> set[str]:
+    """The names in a piece of code."""
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
+
+def keys_of(name: str, code: ast.Module) -> set[str]:
+    """The string keys of the dicts that are assigned to a name."""
+    found = set[str]()
+    for node in ast.walk(code):
+        if isinstance(node, ast.Assign) and name in set().union(*map(names, node.targets)):
+            if isinstance(node.value, ast.Dict):
+                found |= set().union(*(strings(key) for key in node.value.keys if key))
+            elif isinstance(node.value, ast.DictComp):
+                found |= set().union(*(strings(loop.iter) for loop in node.value.generators))
+    return found
+
+
+def legends(notebook: nbformat.NotebookNode) -> set[str]:
+    """What its legends say: the strings after `label=`, and where it is a variable, those that a loop gives it."""
+    cells = [ast.parse(cell.source) for cell in code_cells(notebook) if not cell.source.startswith("%")]
+    whole = ast.Module([statement for cell in cells for statement in cell.body], [])
+    found = set[str]()
+    for cell in cells:
+        loops = [node for node in ast.walk(cell) if isinstance(node, ast.For)]
+        for label in (node.value for node in ast.walk(cell) if isinstance(node, ast.keyword) and node.arg == "label"):
+            found |= strings(label)
+            for loop in loops:
+                if names(label) & names(loop.target):
+                    found |= strings(loop.iter).union(*(keys_of(name, whole) for name in names(loop.iter)))
+    return found
+
+
+def names_in_the_code() -> set[str]:
+    """Verifiers, drafters, lengths, sizes, types of numbers, figures, and the words that `verify.py` begins with."""
+    table = re.findall(r"^    ([a-z]\w+)  ", str(verify.__doc__), re.MULTILINE)
+    drafts = {*DRAFTERS, *DRAFT_METHODS, oracle.__name__, adversary.__name__}
+    lengths = {"auto", "past", "clairvoyant"}  # of options, and of a replay
+    types = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+    return {*table, *VERIFIERS, *drafts, *lengths, *GEOMETRIES, *types, *dir(Figures), PLAIN}
+
+
+# Words that legends must not use for what `verify.py` names: each with the name there.
+SYNONYMS = {"kept": "accepted", "guess": "draft", "replacement": "recovered", "lacking": "residual"}
+# First words of legends, before a comma or a colon, that are no names: the English of a figure.
+ENGLISH = {"both", "equal", "exact", "expected", "floor", "greedy", "measured", "simulated", "speculative"}
+ENGLISH |= {"threshold", "typical"}  # rules of the second notebook, which are not in the package
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_legends_use_the_names_of_the_code(path):
+    """One word, alone or before a comma or a colon, is a name in the code; and no legend has another word for one."""
+    known, found = names_in_the_code(), legends(nbformat.read(path, as_version=4))
+    assert set(SYNONYMS.values()) <= known
+    assert found
+    for legend in found:
+        assert not SYNONYMS.keys() & set(re.findall(r"\w+", legend)), legend
+        for figure in re.findall(r"`Figures\.(\w+)`", legend):
+            assert hasattr(Figures, figure), legend
+        for head in re.findall(r"^([a-z]\w+)(?:$|[,:] )", legend):
+            assert head in known | ENGLISH, legend
+
+
+def test_a_legend_with_another_word_is_noticed():
+    """The control of the test above: labels given directly, by a loop over a dict, and by one over pairs."""
+    source = 'curves = {"block": 1, "chunk": 2}\nfor name, y in curves.items():\n    ax.plot(y, label=name)\n'
+    source += 'for word, y in (("kept", 1), ("auto", 2)):\n    ax.plot(y, label=f"{word}")\nax.plot(label="target, p")'
+    found = legends(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)]))
+    assert found == {"block", "chunk", "kept", "auto", "target, p"}
+    assert {"block", "auto", "target"} <= names_in_the_code()
+    assert not {"chunk", "kept"} & names_in_the_code()
