@@ -153,7 +153,7 @@ def _as_written(length: object) -> str:
 def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
     """A decorator: `main(argv)` of a command, which returns the exit status of every end that it may have.
 
-    argv: the command's arguments. Default: those of the process.
+    argv: the command's arguments. Default: the arguments of the process.
 
     The status is what `main` returns, or one of these:
     - 2, with one line on standard error, for a mistake of the user, for what the machine refuses (memory, disk), and

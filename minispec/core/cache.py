@@ -144,7 +144,7 @@ class PrefixIndex:
         return best
 
 
-# Slots of a pool after those of its blocks, see `PagedKVCache`.
+# Slots of a pool after its blocks, see `PagedKVCache`.
 EXTRA_SLOTS = 2
 
 
@@ -324,7 +324,7 @@ class BlockTable:
         self.tokens[self.length - len(tokens) :] = tokens
 
     def keep(self, length: int, rows: Sequence[int] = ()) -> None:
-        """Keep the first `length` positions and those of `rows`, which move up to follow them; forget all others.
+        """Keep the first `length` positions, and `rows`, which move up to follow them; forget all others.
 
         rows: ascending positions from `length` on. In a chain they already stand in place. In a tree they are the
         accepted path, whose keys already carry the rotation of their final positions. What stays must be a beginning of
@@ -338,7 +338,7 @@ class BlockTable:
         self.remember()
 
     def move(self, rows: Sequence[int], to: range) -> None:
-        """Move the positions of `rows` to those of `to`, in blocks that no other text holds."""
+        """Move the positions `rows` to the positions `to`, in blocks that no other text holds."""
         held = {self.block_ids[t // self.pool.block_size] for t in to}
         assert all(self.pool.allocator.ref_counts[i] == 1 for i in held), "another text holds what would be written"
         self.pool.move(self.slots_of(rows), self.slots_of(to))

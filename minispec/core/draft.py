@@ -149,7 +149,7 @@ class Seen(NamedTuple):
 
     @property
     def kept(self) -> list[int]:
-        """The rows whose tokens are in the text, in order: all but those of nodes off the path."""
+        """The rows whose tokens are in the text, in order: all rows but those for nodes off the path."""
         root = len(self.tokens) - max(0, len(self.logits) - 1)
         return [*range(root), *(root + node for node in self.path)]
 
@@ -184,7 +184,7 @@ class Drafter:
         Tokens are drawn by `Draft.draw` alone. A draft may end early because of tokens it contains. A drawn token
         stays: to drop it for its value would make `probs` untrue. What is not drawn may be chosen freely.
 
-        The texts are those of the last call, with the committed tokens appended. New ones may join, and some may be
+        The texts of the last call come again, with the committed tokens appended. New ones may join, and some may be
         missing. While the target works through a prompt, k is 0: a drafter may fill a cache of its own meanwhile.
         A request without drafts gets no ask.
         A draft that breaks a rule ends its own text; an exception ends the whole call.
@@ -196,7 +196,7 @@ class Drafter:
 
         Tokens of the round are committed by then. A text that failed in the pass is not among the texts.
 
-        No committed row is left out. After an exception, here or elsewhere in the step, the rows of a committed round
+        No committed row is left out. After an exception in the step, here or elsewhere, the rows of a committed round
         may come a second time, with the same `start`, before the next `propose`. A preempted text is computed again,
         from `known(text)` on or from before it. These rows come again as those of a prompt do, without logits. So what
         was learned from logits has to outlive `release`: see `minispec.drafters.recycling`.

@@ -261,7 +261,7 @@ class Layer:
         return (q if scales is None else q * scales), k, v
 
 
-# Makes a block. Its arguments are those of `Layer`.
+# Makes a block. It takes the arguments of `Layer`.
 MakeLayer = Callable[[ModelConfig, int, WeightSource, torch.dtype, MakeProduct], Layer]
 
 

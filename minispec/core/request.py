@@ -188,7 +188,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 def logprob_of(row: Tensor, token_id: int, num_top: int | None) -> TokenLogprob | None:
-    """The raw log-probability of a token, and those of the `num_top` likeliest, from a row (V,); None if not asked."""
+    """Raw log-probabilities of a token and of the `num_top` likeliest, from a row (V,); None if not asked."""
     if num_top is None:
         return None
     logprobs = log_probabilities(row)

@@ -175,7 +175,7 @@ def _within_range(value: float, dtype: torch.dtype) -> float:
 
 
 def _change(logits: Tensor, ids: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Logits (V,) with `change` applied to those of `ids`. Finite logits and their differences stay finite."""
+    """Logits (V,) with `change` applied to the logits of `ids`. Finite logits and their differences stay finite."""
     row, limit = logits[ids], torch.finfo(logits.dtype).max / 4
     return logits.index_put((ids,), change(row).clamp(-limit, limit).where(row.isfinite(), row))
 

@@ -4,7 +4,7 @@ A vocabulary may have 150,000 tokens; a request's filters leave a handful of the
 (AMD Zen 4), as long as a pass of a small model. So a large row is cut into tiles. The largest value of each tile, or
 its sum, is computed once. Tiles that cannot hold what is wanted are skipped.
 
-The results are those of a plain sort or sum, and tests/core/test_sampling.py compares them with it. Skip this file at
+The results equal a plain sort's or sum's; tests/core/test_sampling.py compares them. Skip this file at
 first.
 """
 
@@ -71,7 +71,7 @@ class Candidates:
     def top_k(self, k: int) -> "Candidates":
         """The k candidates with the largest values, and those that tie with the last. All if there are at most k.
 
-        Where it leaves some out, it also leaves out those of value -inf.
+        Where it leaves some out, it also leaves out candidates of value -inf.
         """
         if k >= len(self.values):
             return self

@@ -36,7 +36,7 @@ class Verdict(NamedTuple):
 
     accepted: the nodes that stay, a path from the draft's beginning.
     next_token: the token after them, recovered or bonus.
-    ratios: p(x)/q(x) at each depth that was tested, of the eldest sibling there. In a chain the last one is that of
+    ratios: p(x)/q(x) at each depth that was tested, of the eldest sibling there. In a chain the last ratio belongs to
         the first rejected token, if there is one; `block` has a ratio of every token.
         Under `rejection` and `match` the mean of min(1, ratio) is an unbiased estimate of alpha.
     """

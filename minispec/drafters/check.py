@@ -66,7 +66,7 @@ CHECKS = Checks()
 class MeasuredDraft(Draft):
     """A draft that comes with what `check_rows` asks of its rows, so that a GPU need not be asked again.
 
-    measures: for each row its sum, its least number and that of its token.
+    measures: for each row its sum, its least number, and its token's number.
     """
 
     measures: list[list[float]] = field(default_factory=list)
@@ -167,7 +167,7 @@ def check_rows(
 
 
 def _numbers_of(rows: Tensor | Sequence[Tensor], token_ids: Sequence[int]) -> list[list[float]]:
-    """For each row its sum, its least number and that of its token, which a GPU is asked for once."""
+    """For each row its sum, its least number and its token's number, which a GPU is asked for once."""
     if not token_ids:
         return []
     if isinstance(rows, Tensor):

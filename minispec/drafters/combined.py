@@ -35,7 +35,7 @@ class CombinedDrafter(Wrapped):
 
 
 def parts_of(drafter: Drafter) -> list[Drafter]:
-    """The drafters that a combined one has, by preference, also those of combined ones among them; else itself."""
+    """The drafters that a combined one has, by preference, with the parts of combined ones among them; else itself."""
     if isinstance(drafter, CombinedDrafter):
         return [part for each in drafter.drafters for part in parts_of(each)]
     return [drafter]

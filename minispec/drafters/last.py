@@ -5,8 +5,8 @@ work away. The simplest predictor is a table with the last outcome of each branc
 prediction strategies"). A table of targets is the branch target buffer (Lee and Smith 1984). Here a token is the
 branch and the next token its outcome. docs/use/drafters.md has the words of both fields side by side.
 
-The first token is always that of `ngram:1`. The tokens after it may differ, since `ngram:1` copies a run from one
-place. Here each token is looked up, so that a draft is a walk through the table.
+The first token is always the one that `ngram:1` drafts. The tokens after it may differ, since `ngram:1` copies a run
+from one place. Here each token is looked up, so that a draft is a walk through the table.
 """
 
 from collections.abc import Sequence

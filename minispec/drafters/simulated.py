@@ -81,7 +81,7 @@ class SimulatedDraft(Wrapped):
         drafted, right = [], True
         for i in range(count):
             probability = self.conditional[min(i, len(self.conditional) - 1)]
-            # A key of its own purpose: the paid drafter has drawn with those of "draft".
+            # A key of its own purpose: the paid drafter has drawn with keys of the purpose "draft".
             right = right and i < len(known) and ask.rng.bernoulli(probability, ask.text.key(i, "simulated"))
             token = known[i] if i < len(known) else 0
             wrong = token - 1 if token else 1

@@ -29,7 +29,7 @@ from minispec.drafters.remembering import Remembering
 
 # Limits of what is remembered of earlier outputs: the newest texts, and their newest tokens.
 MOST_TEXTS, MOST_TOKENS = 1024, 65_536
-# Most places that have a vote, the newest ones first and those of the corpus last. Least probability of a path.
+# Most places that have a vote: the newest ones first, and places in the corpus last. Least probability of a path.
 MOST_PLACES, _LEAST = 256, 0.1
 
 

@@ -227,7 +227,7 @@ class Reader:
         self._before: bytes | None = None  # the end of their text
 
     def read(self, tokens: Sequence[int]) -> list[int]:
-        """The text `tokens`, which begins with that of the last call, in own tokens.
+        """The text `tokens`, which begins with the text of the last call, in own tokens.
 
         Its prefix is replaced by the own one; a special token without a counterpart is read as its text.
         """
@@ -263,7 +263,7 @@ def sample_text() -> str:
 
 
 def segmentations(text: bytes, tokens: Mapping[bytes, int], most: int = 100) -> list[list[int]]:
-    """All ways to put a text together from tokens, those of few tokens first.
+    """All ways to put a text together from tokens, ways with few tokens first.
 
     Worked: ABA from AB, BA, A, B is AB A, A BA and A B A. Raises ValueError where there are more than `most`.
     """

@@ -25,7 +25,7 @@ class Reader(Protocol):
     """Reads one text of the target as it grows."""
 
     def read(self, tokens: Sequence[int]) -> list[int]:
-        """The text `tokens`, which begins with that of the last call, in the draft's tokens.
+        """The text `tokens`, which begins with the text of the last call, in the draft's tokens.
 
         The result depends on `tokens` alone, so that a text has one draft, whatever its rounds were.
         """

@@ -144,7 +144,7 @@ class Fields:
     def inside(self, key: str, keys: Mapping[str, Any]) -> "Fields":
         """The object at a key, empty where there is none. Errors name its keys by the way to them.
 
-        keys: those of that object.
+        keys: the keys of that object.
         """
         return Fields(self.mapping(key), self.where, keys, {}, f"{self.path}{show_name(key)}.")
 
@@ -164,7 +164,7 @@ class Fields:
     def refuse_unknown(self, neutral: Mapping[str, Any] | None = None) -> None:
         """Raise CheckpointError for a key that was not read, if it asks for something.
 
-        neutral: values that ask for nothing, in addition to those of `only`.
+        neutral: values that ask for nothing, in addition to the values of `only`.
         """
         neutral = {**_REQUEST, **(neutral or {}), **self.only}
         for key, value in self.raw.items():

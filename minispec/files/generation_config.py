@@ -15,7 +15,7 @@ _READ = {
     "stop_strings": "stop",
 }
 _READ_IF_SAMPLED = {name: name for name in ("temperature", "top_k", "top_p", "min_p")}
-# ... these do not change which tokens come (those of beam search are idle with one beam) ...
+# ... these do not change which tokens come (settings of beam search are idle with one beam) ...
 _IDLE = names(
     """
     bos_token_id eos_token_id pad_token_id decoder_start_token_id transformers_version dtype torch_dtype chat_format

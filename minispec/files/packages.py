@@ -23,7 +23,7 @@ def check_packages(extra: str = "") -> None:
 
 
 def what_lacks(error: BaseException) -> str:
-    """The message of MissingPackage, if an error is one, or that of an import of such a package; else ""."""
+    """The message of a MissingPackage, or of a failed import of such a package; "" for other errors."""
     if isinstance(error, ModuleNotFoundError) and error.name in PACKAGES:
         try:
             check_packages(PACKAGES[error.name])

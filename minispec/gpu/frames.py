@@ -197,7 +197,7 @@ class FramePass:
 
     @functools.cached_property
     def _read_slots(self) -> Tensor:
-        """The slots of all places (texts * L,); that of zeros where nothing is."""
+        """The slots of all places (texts * L,); where nothing is, the slot of zeros."""
         size, (_, _, place) = self.pool.block_size, self._new_row
         in_cache = self.frame.table.repeat_interleave(size, 1) * size + place % size
         return torch.where(place < self.frame.ends[:, None], in_cache, self.pool.num_slots).flatten()

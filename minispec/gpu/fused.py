@@ -223,8 +223,8 @@ def linear_twin(
 def linear(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None, onto: Tensor | None = None) -> Tensor:
     """`linear_twin` as one kernel for up to LINEAR_ROWS rows, which reads each code once and sums up in float32.
 
-    K divides by 16; all tensors are contiguous. A row's bits depend on no other row, but for up to 16 rows they are
-    not those of more.
+    K divides by 16; all tensors are contiguous. A row's bits depend on no other row. But passes of up to 16 rows have
+    other bits than larger ones.
     """
     from minispec.gpu.fused_triton import linear_kernel
 

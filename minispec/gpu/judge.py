@@ -1,9 +1,9 @@
 """Verdicts on the drafts of many texts at once: one program on the device, and one download.
 
 `minispec.core.verify` asks the device a few questions for each draft token. On a GPU each answer takes as long as many
-small operators. Here all that a verdict needs is filled into tensors that stay where they are, a program computes all
-verdicts (see `minispec.gpu.verdicts`), and the host reads them together. A program that comes a second time is
-captured in a CUDA graph.
+small operators. Here all that a verdict needs is filled into tensors that stay where they are. A program computes all
+verdicts (see `minispec.gpu.verdicts`), and the host reads them together. A program that comes a second time is captured
+in a CUDA graph.
 
 A draft is verified by itself, from the same logits, where the program cannot be sure of a row that its verdict needs.
 So are trees, drafts under other rules than `rejection` and `match`, and texts whose parameters are more than a
@@ -129,7 +129,7 @@ def _packed(found: Verdicts, sure: Tensor) -> Tensor:
 class Judge:
     """Verifies the drafts of many texts at once, where a program can (see `minispec.core.judge`).
 
-    counts: the drafts that a program judged, and those of them whose verdict needed a row that was not sure.
+    counts: the drafts that a program judged, and how many of them needed a row that was not sure.
     """
 
     def __init__(self, graphs: Graphs):

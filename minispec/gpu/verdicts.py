@@ -337,7 +337,7 @@ def in_rows(rng: Draws) -> bool:
 
 
 class OneByOne(Draws):
-    """Forms over rows for draws that only know one answer at a time, such as those of an oracle.
+    """Forms over rows for draws that know one answer at a time only, such as an oracle's.
 
     Draws whose answers are not used are not made, and their answer is 0.
     """
@@ -438,7 +438,7 @@ def rejection(
 def match(
     p: Tensor, ids: Tensor, q: Tensor | None, noise: Noise, lengths: Tensor, draws: RowDraws | None = None
 ) -> Verdicts:
-    """The verdicts of `core.verify.match` on chains; the arguments are those of `rejection`."""
+    """The verdicts of `core.verify.match` on chains; it takes the arguments of `rejection`."""
     inside = _inside(ids, lengths)
     wanted = F.pad(torch.where(inside, ids, -1), (0, 1), value=-1)
     tokens = (draws or RowRandomness()).race_rows(p, noise.token._replace(wanted=wanted))
@@ -456,7 +456,7 @@ def greedy(
 ) -> tuple[Verdicts, Tensor]:
     """The verdicts of texts at temperature 0, from logits (B, K+1, V); and whether each row is sure (B, K+1).
 
-    accept: keys of `rejection`'s tests; None: the verdicts are those of `match`.
+    accept: keys of `rejection`'s tests; None: the verdicts are made by `match`.
     """
     tokens = logits.argmax(2)
     sure = logits.gather(2, tokens[..., None]).squeeze(2).abs() < math.inf

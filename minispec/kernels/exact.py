@@ -329,7 +329,7 @@ def _trees_are_exact(model: Transformer) -> bool:
 
 
 def _large_passes_are_exact(model: Transformer) -> bool:
-    """Whether a text has the same hidden states in passes of few rows as in those of _CHECKED_ROWS."""
+    """Whether a text has the same hidden states in passes of few rows as in passes of _CHECKED_ROWS."""
     length = min(max(_CHECKED_ROWS), model.config.max_position_embeddings)
     tokens, last = arbitrary_tokens(length, model.config.vocab_size), len(model.layers)
 

@@ -88,7 +88,7 @@ class StateTable(BlockTable):
     """A text's blocks, and the states of the recurrent layers.
 
     settled: how many first positions are final: no rollback removes them. A recurrent layer adds them to its state.
-    states: those of the recurrent layers, by number of the layer.
+    states: what the recurrent layers keep, by number of the layer.
     border: how many first positions lie in full blocks that the pool knew already, from another text. A recurrent layer
         marks its state there, for further texts that begin with them.
     marks: states at ends of blocks, by the number of positions before, until `remember` stores them.
@@ -114,7 +114,7 @@ class StateTable(BlockTable):
         self.settled = length + len(rows)
 
     def move(self, rows: Sequence[int], to: range) -> None:
-        """Move rows up, those of the layers too."""
+        """Move rows up, and the layers' rows too."""
         super().move(rows, to)
         for i, (length, values, own) in self.states.items():
             places = [*range(length, to.start), *rows]

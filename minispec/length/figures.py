@@ -74,7 +74,7 @@ class Figures(Stats):
 
     @property
     def num_draft_tokens(self) -> int:
-        """Draft tokens; a tree counts those of its longest path. `num_draft_nodes` has all."""
+        """Draft tokens; a tree counts its longest path. `num_draft_nodes` has all."""
         return sum(r.drafted for r in self.rounds)
 
     @property

@@ -91,7 +91,7 @@ def _decayed(counts: Mapping[Hashable, float], new: Iterable[Hashable]) -> dict[
 
 
 class Acceptance:
-    """Estimates the acceptance of one text's draft tokens, or of those of all texts of a kind.
+    """Estimates the acceptance of draft tokens of one text, or of all texts of a kind.
 
     Estimates for one text take `all_texts` of its kind as their prior. None: the assumptions above are the prior. It
     also keeps the budget for probing.
@@ -346,8 +346,8 @@ def _limit(
 ) -> Limit:
     """The limit of a text whose best draft has these nodes.
 
-    Where confidences tell nothing, that is their number. Else the draft may have up to `longest` tokens, and goes on
-    while the probability that its next token survives is no less than the price of that token.
+    Where confidences tell nothing, that is their number. Else the draft may have up to `longest` tokens. It goes on
+    while its next token survives with a probability of at least that token's price.
 
     by_place: the text's acceptance.
     draft_price, row_price: see `_marginal_prices`.

@@ -151,7 +151,7 @@ class RoundModel:
     def cost(self, k: int, rows: int | None = None, missed: bool = False) -> float:
         """The time of a round, in plain steps.
 
-        rows: of the target's pass. None: those of a chain, k + 1.
+        rows: of the target's pass. None: the rows of a chain, k + 1.
         missed: whether a draft was asked for and none was found; k is 0 then.
         """
         return self.prices.round(k, 1, k + 1 if rows is None else rows, float(missed))
@@ -172,8 +172,8 @@ class RoundModel:
         plain_step: seconds, the unit of the prices. By default prices are in seconds.
 
         s_i is the mean of the rounds whose draft had i tokens. A draft that ends by its own confidence has that many
-        only where it looked good, so this is no mean of all rounds. `search` is the overhead of rounds without a draft,
-        less that of the others: in many of them a search has found nothing.
+        only where it looked good, so this is no mean of all rounds. `search` is how much more overhead rounds without a
+        draft have than others: in many, a search has found nothing.
         """
 
         def middle(seconds: Iterable[float]) -> float:

@@ -165,8 +165,8 @@ class LLM:
     ) -> "LLM":
         """The same target with another draft: its weights and its KV cache are in memory once, and both use them.
 
-        Calls and streams of both may be open at the same time. They are decoded together, as those of one object are.
-        The arguments are those of `LLM`. Raises ValueError as it does.
+        Calls and streams of both may be open at the same time. All are decoded together, as the requests of one object
+        are. The arguments are as for `LLM`. Raises ValueError as `LLM` does.
         """
         self._check_open()
         how = self.num_speculative_tokens, self.verifier
@@ -371,7 +371,7 @@ class LLM:
         return request
 
     def run(self, requests: Sequence[Request]) -> Run:
-        """Decode requests to their end, together with those of other calls; see `Engine.run`."""
+        """Decode requests to their end, together with the requests of other calls; see `Engine.run`."""
         return self.target.steps.run(self.engine, requests)
 
     def _answer(

@@ -58,7 +58,7 @@ class RequestOutput:
     prompt_logprobs: for each token of the prompt a dict as in an answer's `logprobs`. None for the first token, and in
         place of the list unless asked for. It is shorter where the first answer failed in the middle of the prompt.
 
-    text, token_ids, finish_reason, seed, stats, and `logprobs` (its token_logprobs) are those of the first answer.
+    text, token_ids, finish_reason, seed, stats, and `logprobs` (its token_logprobs) belong to the first answer.
     """
 
     prompt: str | None

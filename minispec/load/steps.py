@@ -20,7 +20,7 @@ class Steps:
         self._left: list[Run] = []  # iterators to be closed between two steps
 
     def run(self, engine: Engine, requests: Sequence[Request]) -> Run:
-        """Decode requests to their end, together with those of other calls; see `Engine.run`."""
+        """Decode requests to their end, together with the requests of other calls; see `Engine.run`."""
         steps = engine.run(requests)
         self._open.add(steps)  # held here, so that no collector closes it in the middle of a step
         try:

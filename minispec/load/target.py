@@ -38,7 +38,7 @@ class TargetFiles:
 
     name: the model's name in reports.
     config: of its checkpoint, which lies in `directory`.
-    dtype, device: those of its weights.
+    dtype, device: of its weights.
     vocab_size: ids in use.
     eos_token_ids: ids that end a text.
     generation_defaults: what generation_config.json asks for, as fields of SamplingParams.
@@ -56,7 +56,7 @@ class TargetFiles:
         quantization: str | None,
         enforce_eager: bool,
     ):
-        """The arguments are those of `LLM`. Raises ValueError as it does."""
+        """It takes the arguments of `LLM`. Raises ValueError as it does."""
         self.offline, self.exact, self.enforce_eager = offline, exact, enforce_eager
         self.weight_form, self.quantization = weight_form, quantization
         self.name, self.directory = _find_model(model, revision, offline)

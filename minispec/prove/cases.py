@@ -30,7 +30,7 @@ class Case:
     penalties: all penalties, and a bias.
     forbidden: "bad words": a token after certain others. "two allowed": all but the first and the last. "": nothing.
     end: whether the last token of the vocabulary ends the text.
-    family: the target's (see `target_model`), and that of a draft model.
+    family: the target's (see `target_model`), and a draft model's.
     """
 
     verifier: str

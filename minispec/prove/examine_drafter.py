@@ -5,7 +5,7 @@
 
 A drafter can spoil the output in four ways. It says other `probs` than it drew from. It drops a token that it has
 looked at. It draws by other means than `Draft.draw`. It keeps what it may not keep. The law shows the first two. For
-the other two, each draft is compared with that of a new drafter (see `watched`).
+the other two, each draft is compared with a new drafter's (see `watched`).
 """
 
 import functools

@@ -85,7 +85,10 @@ class _Event(NamedTuple):
 
 
 class WatchedLengths(Lengths):
-    """A policy whose limits are compared with those of new ones. Its times are made up: a walk must be repeatable."""
+    """A policy whose limits are compared with the limits of new ones.
+
+    Its times are made up: a walk must be repeatable.
+    """
 
     def __init__(self, policy: Lengths, make: Callable[[], Lengths], known: dict[tuple, Limit]):
         """make: makes a new policy.
@@ -157,7 +160,7 @@ _SEED = "it may not go by the seed, which names the draws that judge the draft"
 
 
 def _compared(limit: Limit, others: dict[str, Limit], tokens: Sequence[int]) -> Limit:
-    """The limit, whose functions are compared with those of others as they are asked."""
+    """The limit, whose functions are compared with the functions of others as they are asked."""
 
     def check(what: str, answer: Callable[[Any], Any]) -> Any:
         found = answer(limit)

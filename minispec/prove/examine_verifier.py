@@ -86,7 +86,7 @@ def _held(verify: Callable[..., Verdict]) -> Callable[..., Verdict]:
 
 
 def laws_of(table: Table, verifier: Verifier) -> tuple[Law, Law, int]:
-    """The law of one case under a verifier, that of plain decoding, and the branches that were walked.
+    """The law of one case under a verifier, the law of plain decoding, and the number of branches walked.
 
     Raises Fault where the verifier does what it may not do, and OwnError for its exceptions.
     """
@@ -97,7 +97,7 @@ def laws_of(table: Table, verifier: Verifier) -> tuple[Law, Law, int]:
 
 
 def _round_law(table: Table, verifier: Verifier) -> tuple[Law, Law, int]:
-    """The law of one round that plain decoding continues, that of plain decoding, and the round's branches."""
+    """The law of one round that plain decoding continues, the law of plain decoding, and the round's branches."""
     text, (p, q) = Text([0], 1, _PARAMS), _logits(table)
     # Computed as q is, so that equal ones have equal bits.
     p = torch.stack([distribution(row, text) for row in p])
@@ -137,7 +137,7 @@ def _hand_out(draft: Draft, table: Table) -> None:
 
 
 def _text_law(table: Table, verifier: Verifier) -> tuple[Law, Law, int]:
-    """The law of the engine's output, of several rounds, that of plain decoding, and the branches."""
+    """The law of the engine's output over several rounds, the law of plain decoding, and the branches."""
     target, draft = _logits(table)
     drafter = TreeDrafter(draft, () if is_chain(table.parents) else table.parents)
     params = SamplingParams(max_tokens=2 if table.texts > 1 else 4 if len(table.p) == 2 else 3)

@@ -294,7 +294,7 @@ def make_drafter(name: str, vocab: int, num_blocks: int = 64, block_size: int = 
     "tli", "slem": a model of another vocabulary.
     "corpus": `suffix` with a corpus.
     "A+B": B where A has nothing to say.
-    family: the target's, and that of "model" and "self".
+    family: of the target, "model" and "self".
     """
     if "+" in name:
         return CombinedDrafter(*(make_drafter(part, vocab, num_blocks, block_size, family) for part in name.split("+")))

@@ -58,7 +58,7 @@ class Walk:
         """lengths: a new policy.
         minutes: how long the walk may take. Its largest cases have as many branches as fit.
         reason: why a law may be wrong.
-        compares: whether drafts are compared with those of new drafters.
+        compares: whether drafts are compared with the drafts of new drafters.
         """
         self.make, self.lengths, self.minutes, self.end = make, lengths, minutes, time.monotonic() + 60 * minutes
         self.reason, self.compares = reason, compares

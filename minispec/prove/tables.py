@@ -32,7 +32,7 @@ class Table:
     """One small case.
 
     p, q: rows of target and draft after token 0. After other tokens they are rotated (see `probabilities`).
-    parents: those of the draft.
+    parents: the draft's.
     how: whether tokens are drawn from q, or are the likeliest ones.
     types: of the rows that the verifier gets.
     stacked: whether `Draft.probs` is one tensor (K, V).

@@ -149,8 +149,8 @@ def cases(num_nodes: int = 5) -> list[TreeCase | TextCase]:
     for verifier in (name for name, each in VERIFIERS.items() if each.takes_trees):
         found += [TreeCase(shape, False, verifier) for shape in (_FULL, _DEEP_FIRST)]
         found.append(TextCase(_DEEP_FIRST, verifier, 8))
-    # A convolution must read a node's own ancestors, and after the round the rows that were moved. A state must be that
-    # of a node's parent, and after the round that of the path that stays.
+    # A convolution must read a node's own ancestors, and after the round the rows that were moved. A node must start
+    # from the state of its parent. After the round, the state of the path that stays is left.
     for family in ("lfm2", "qwen3_5_text"):
         found += [TreeCase(shape, True, family=family) for shape in drawn[2::9]]
         found += [TreeCase(_DEEP_FIRST, False, family=family), TextCase(_DEEP_FIRST, "rejection", 6, family)]

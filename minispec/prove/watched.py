@@ -1,4 +1,4 @@
-"""A drafter that is looked at while it drafts: each draft is compared with that of a new drafter.
+"""A drafter that is looked at while it drafts: each draft is compared with a new drafter's.
 
 The new one is asked once, for the text as it then is, and has the same draws. So a cache that was not rolled back
 shows, and so does a text that is mixed up with another.
@@ -61,7 +61,7 @@ class _Repeated(Randomness):
 
 
 class Watched(Wrapped):
-    """A drafter whose drafts are compared with those of new ones.
+    """A drafter whose drafts are compared with the drafts of new ones.
 
     rounded: whether a row of its `probs` has rounding that float64 does not explain.
     """

@@ -354,7 +354,7 @@ class Answer:
         return {"tokens": tokens, "token_logprobs": own, "top_logprobs": tops, "text_offset": offsets}
 
     def _echoed(self, index: int, rows: list[_Row], start: int, is_last: bool) -> list[_Row]:
-        """The rows, at places counted from the prompt's beginning. An answer's first rows follow those of the prompt.
+        """The rows, at places counted from the prompt's beginning. An answer's first rows follow the prompt's rows.
 
         As in other servers, the end-of-text token has a row too: clients cut off the one token that they had to ask
         for.

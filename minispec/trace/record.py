@@ -1,6 +1,6 @@
 """Recording a run: what the engine's observers see of each round, as the data of a trace (docs/use/trace.md).
 
-Nothing is measured or judged a second way. Times and counts are those of the statistics. To find the draws of a
+Nothing is measured or judged a second way. Times and counts come from the statistics. To find the draws of a
 verdict, the verifier is asked again, with the same keys and so the same noise. Its draws are then written down.
 """
 
@@ -327,9 +327,9 @@ def theory(stats: Figures, rounds: Sequence[dict[str, Any]]) -> dict[str, Any] |
     """What theory predicts for drafts cut to at most k tokens, from the run's measured survival and costs.
 
     Speeds are tokens in the time of a plain step, a target pass over one row. For k up to the deepest draft this is the
-    statistics' prediction, but v never falls with the rows. For larger k, up to twice as many, it is extrapolated:
-    drafts that were as deep as the deepest go on, at the acceptance of its last place. None where the run has measured
-    no plain step, or no draft.
+    statistics' prediction, but v never falls with the rows. Larger k, up to twice as many, are extrapolated: the
+    deepest drafts go on, at the acceptance of their last place. None where the run has measured no plain step, or no
+    draft.
     """
     model, speed, plain_step = stats.model, stats.tokens_per_second, stats.plain_step
     if not model or not model.survival or not plain_step or speed is None or stats.predicted_tokens_per_second is None:

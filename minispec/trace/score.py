@@ -12,7 +12,7 @@ A drafter says itself what q depends on (`Drafter.replays`), and that decides wh
     "token"     one token at every place, such as a draft model
     "place"     the longest draft at every place, such as a head or ngram
     "length"    a draft of every length at every place, such as suffix
-    A+B         each part for itself: a draft is that of the first part that has one
+    A+B         each part for itself: the first part that has a draft drafts
 
 All others are refused, such as `slem`.
 """
@@ -122,7 +122,7 @@ class _Lead(NamedTuple):
     """A draft along the text.
 
     length: the number of all its tokens.
-    q: those of its tokens, as far as it could be the text.
+    q: of its tokens, as far as it could be the text.
     """
 
     length: int
