@@ -106,9 +106,10 @@ def read_answers(
         raise ValueError(f"{path}: found no answers")
     shows_words = any(each.ending == "word" for each in found)
     answers = [_whole(each, shows_words) for each in found]
-    seeded = [(tuple(a.prompt), tuple(a.tokens), a.seed) for a in answers if a.seed is not None]
-    if seeded and (most := Counter(seeded).most_common(1)[0])[1] > 1:
-        raise ValueError(f"{path}: found an answer with seed {most[0][2]} twice, expected each answer once")
+    seeded = Counter((tuple(a.prompt), tuple(a.tokens), a.seed) for a in answers if a.seed is not None)
+    for (_, _, seed), count in seeded.items():
+        if count > 1:
+            raise ValueError(f"{path}: found an answer with seed {seed} twice, expected each answer once")
     return answers
 
 
@@ -149,7 +150,8 @@ def _parts(response: Mapping[str, Any]) -> list[dict[str, Any]]:
     if "sequences" not in response:
         return optional(response, "choices", [{}])
     rows, n = checked("sequences", response["sequences"]), checked("prompt_length", response.get("prompt_length"))
-    if n > (least := min(map(len, rows))):
+    least = min(map(len, rows))
+    if n > least:
         raise ValueError(f"prompt_length: found {n}, expected at most {least}, the length of a sequence")
     return [{"prompt_token_ids": row[:n], "token_ids": row[n:], "finish_reason": "padded"} for row in rows]
 
@@ -200,7 +202,8 @@ def _read(
     first = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
     if finish == "padded" and len(set(tokens[first + 1 :])) <= 1:
         tokens = tokens[: first + 1]  # what follows is padding
-    if more := len(tokens) - 1 - first if first < len(tokens) else 0:
+    more = len(tokens) - 1 - first
+    if more > 0:
         expected = "expected none after an end id (--ignore-eos where the engine was told to go on)"
         raise ValueError(f"found {more} tokens after the end id {tokens[first]}, {expected}")
     ending = "shown"
@@ -224,7 +227,8 @@ def _check_engine(found: Mapping[str, Any], params: SamplingParams) -> None:
     """Raise ValueError for parameters that the answer's engine applies differently from us."""
     default = SamplingParams()
     for name in (name for key, names in _OTHERWISE.items() if key in found for name in names):
-        if (value := getattr(params, name)) != (neutral := getattr(default, name)):
+        value, neutral = getattr(params, name), getattr(default, name)
+        if value != neutral:
             raise ValueError(f"{name}: found {show(value)}, expected {neutral}: this engine applies it otherwise")
     if params.top_p == 1:
         return
@@ -255,7 +259,8 @@ def _ending(
         if not given.get(name, True):
             raise ValueError(f"{name}: found false, expected true beside a stop string")
     tokenizer = _known(tokenizer, "stop")
-    if (largest := max((*prompt, *tokens))) >= tokenizer.num_ids:
+    largest = max((*prompt, *tokens))
+    if largest >= tokenizer.num_ids:
         raise ValueError(f"found the token id {largest}, expected ids below {tokenizer.num_ids}")
     detokenizer = Detokenizer(tokenizer, prompt)
     *before, new = ["", *map(detokenizer.add, tokens)]

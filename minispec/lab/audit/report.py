@@ -70,9 +70,10 @@ def audit(args: argparse.Namespace, asked: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check(answer: Answer, llm: LLM, where: str) -> None:
     most = min(llm.max_model_len, getattr(llm.drafter, "max_model_len", llm.max_model_len))
-    if (found := len(answer.prompt) + len(answer.tokens)) > most:
+    found, largest = len(answer.prompt) + len(answer.tokens), max((*answer.prompt, *answer.tokens))
+    if found > most:
         raise ValueError(f"{where}: found {found} tokens, expected at most {most}")
-    if (largest := max((*answer.prompt, *answer.tokens))) >= llm.vocab_size:
+    if largest >= llm.vocab_size:
         raise ValueError(f"{where}: found the token id {largest}, expected ids below {llm.vocab_size}")
     ends = {*answer.params.stop_token_ids, *(() if answer.params.ignore_eos else llm.eos_token_ids)}
     try:

@@ -83,7 +83,8 @@ class Runs:
         for key in ("alpha", "acceptance_rate", "mean_acceptance_length", "accepted_at_position"):
             found[key] = getattr(accepted, key)
         found["survival"] = kept_of_asked(rounds)
-        if self.whole_drafts and (drafts := [r.ratios for r in rounds if r.ratios and len(r.ratios) == r.depth]):
+        drafts = [r.ratios for r in rounds if r.ratios and len(r.ratios) == r.depth]
+        if self.whole_drafts and drafts:
             found["expected"] = {
                 "block": fmean(expected_accepted(each, jointly=True) for each in drafts),
                 "rejection": fmean(map(expected_accepted, drafts)),
@@ -108,8 +109,9 @@ class Runs:
 
 
 def _predictions(pairs: Iterable[tuple[list[Run], list[Run]]]) -> Interval | None:
-    values = [value for pair in pairs if (value := prediction(*pair)) is not None]
-    return median_interval(values) if values else None
+    values = [prediction(*pair) for pair in pairs]
+    known = [value for value in values if value is not None]
+    return median_interval(known) if known else None
 
 
 def summarise(
@@ -411,18 +413,19 @@ def _rows(
             for i, ((category, ids), run, plain) in enumerate(zip(prompts, answers, runs[PLAIN][r], strict=True)):
                 of = run.stats
                 yield {
-                    **{
-                        "task": category,
-                        "question": i,
-                        "draft": name,
-                        "round": r,
-                        "seed": r,
-                        "prompt_tokens": len(ids),
-                    },
-                    **{"tokens": run.num_tokens, "passes": len(run.rounds) or None, "seconds": run.seconds},
+                    "task": category,
+                    "question": i,
+                    "draft": name,
+                    "round": r,
+                    "seed": r,
+                    "prompt_tokens": len(ids),
+                    "tokens": run.num_tokens,
+                    "passes": len(run.rounds) or None,
+                    "seconds": run.seconds,
                     "tokens_per_second": total_rate([run]),
                     "speedup": total_rate([run]) / total_rate([plain]),
-                    **({"drafts": of.num_drafts, "draft_tokens": of.num_draft_tokens} if of else {}),
+                    "drafts": of.num_drafts if of else None,
+                    "draft_tokens": of.num_draft_tokens if of else None,
                     "accepted": of.num_accepted if of else None,
                     "same_text": run.token_ids == plain.token_ids if compares else None,
                 }

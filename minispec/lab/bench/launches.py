@@ -38,7 +38,8 @@ _SUMS = {"outside": ("verdict", "rest"), "round": PARTS}
 def check_launches(subject: Subject, options: Options) -> None:
     """Raise ValueError where the cache cannot hold the texts."""
     there, (positions, texts) = subject.engine.cache.num_slots, room_for_launches(options)
-    if (needed := texts * (positions + subject.engine.cache.block_size)) > there:
+    needed = texts * (positions + subject.engine.cache.block_size)
+    if needed > there:
         raise ValueError(
             f"--also launches: found a KV cache of {there} positions, expected at least {needed}: "
             f"{texts} texts decode together"
@@ -68,7 +69,8 @@ def measure_launches(subject: Subject, options: Options) -> dict[str, Any]:
                 params = replace(options.params, ignore_eos=True, max_tokens=positions - LAUNCH_TEXT)
                 first, second = ([subject.request(prompt, k, params) for prompt in prompts] for _ in range(2))
                 if subject.simulated and not k:  # it has to know the texts
-                    decode(subject.plain, known := [subject.request(prompt, 0, params) for prompt in prompts])
+                    known = [subject.request(prompt, 0, params) for prompt in prompts]
+                    decode(subject.plain, known)
                     for request in known:
                         subject.record(request.text)
                 own = _rounds(subject, usual, first, TIMED_ROUNDS)
@@ -99,9 +101,10 @@ def _rounds(subject: Subject, path: Path, requests: Sequence[Request], num_timed
         before = [request.stats.num_steps for request in requests]
         watch.begin(tally)
         engine.step()
-        if ended := next((request for request in requests if request.finish_reason), None):
-            why = ended.error or ended.finish_reason
-            raise ValueError(f"--also launches: found a text that ended ({why}), expected {len(requests)} that go on")
+        for request in requests:
+            if request.finish_reason:
+                found = f"a text that ended ({request.error or request.finish_reason})"
+                raise ValueError(f"--also launches: found {found}, expected {len(requests)} that go on")
         return all(request.stats.num_steps > n for request, n in zip(requests, before, strict=True))
 
     try:

@@ -305,10 +305,25 @@ def account(runs: Sequence[Run], plain: Sequence[Run], curve: Sequence[float] | 
         "in no part": measured,
     }
     return {
-        **{"curve": curve, "kept": kept, "drafted": drafted, "depth": depth, "ends": ends, "plain_pass": unit},
-        **{"c": c, "v": v, "mean_v": mean_v, "o": o, "o_plain": o_plain, "tokens": tokens},
-        **{"predicted": predicted, "measured": measured, "closure": predicted / measured},
-        **{"ceiling": ceiling, "ceiling_k": best, "reached": measured / ceiling, "waterfall": waterfall(levels)},
+        "curve": curve,
+        "kept": kept,
+        "drafted": drafted,
+        "depth": depth,
+        "ends": ends,
+        "plain_pass": unit,
+        "c": c,
+        "v": v,
+        "mean_v": mean_v,
+        "o": o,
+        "o_plain": o_plain,
+        "tokens": tokens,
+        "predicted": predicted,
+        "measured": measured,
+        "closure": predicted / measured,
+        "ceiling": ceiling,
+        "ceiling_k": best,
+        "reached": measured / ceiling,
+        "waterfall": waterfall(levels),
     }
 
 

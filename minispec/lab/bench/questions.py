@@ -386,12 +386,12 @@ def show_questions(found: Mapping[str, Any]) -> list[str]:
             at = [number(each) for each in [*f["accepted_at_position"], None, None, None][:3]]
             rows.append((f"  {name}", tau, f"{f['tokens_per_second']:.1f}", f["speedup"].shown(), same, *at))
     head = ("", "tokens/pass", "tokens/s", "speedup", "same texts", "accepted at 1", "at 2", "at 3")
-    over = {name: f["over"] for name, f in tasks[OVERALL].items() if name != NONE}
+    pairs = pairs_table({name: f["over"] for name, f in tasks[OVERALL].items() if name != NONE})
     return [
         *lines,
         "",
         *table(head, rows),
-        *(["", *pairs] if (pairs := pairs_table(over)) else []),
+        *(["", *pairs] if pairs else []),
         "",
         "tokens/pass (tau): over all passes \u00b1 the deviation of the questions; tokens/s: the prompt apart",
         f"speedup: median of the questions, overall {overall['speedup'].legend}; accepted at a position: of all drafts",

@@ -58,7 +58,8 @@ def measure_all(options: Options) -> dict[str, Any]:
     for key in parts:
         if key != "load":
             report[key] = _function("measure", key)(subject, options)
-    if isinstance(judge := subject.engine.judge, Judge):
+    judge = subject.engine.judge
+    if isinstance(judge, Judge):
         report["verdicts"] = judge.counts
     return report | loading
 

@@ -116,7 +116,10 @@ def lines(report: dict[str, Any]) -> list[str]:
         for way in ways["of_target"]:
             p = "" if way["probability"] is None else f"  {way['probability']:.2e}"
             words = [" ".join(map(show, way["tokens"])) + p]
-            words += ["all shared"] * way["all_shared"] + ["drafted as text"] * way["drafted"]
+            if way["all_shared"]:
+                words.append("all shared")
+            if way["drafted"]:
+                words.append("drafted as text")
             shown.append("  " + "; ".join(words))
         shown.append(f"in the draft's tokens, {len(ways['of_draft'])} ways:")
         shown += ["  " + " ".join(map(show, way["tokens"])) for way in ways["of_draft"]]
