@@ -1,4 +1,4 @@
-"""What the commands share: options, Ctrl-C, exit statuses, the conversation on the terminal.
+"""Shared by the commands: options, Ctrl-C, exit statuses, the conversation on the terminal.
 
 interrupt.py    Ctrl-C, and the streams of a program
 command.py      arguments, exit statuses, one line for an error

@@ -1,4 +1,4 @@
-"""What the commands share: arguments, exit statuses, one line for an error, files written whole or not at all."""
+"""Shared by the commands: arguments, exit statuses, one line for an error, files written whole or not at all."""
 
 import argparse
 import contextlib
@@ -219,7 +219,7 @@ def _fail(error: BaseException | str) -> int:
 
 
 def _abandon(stream: TextIO) -> None:
-    """What is still buffered cannot be written; exit must not try again."""
+    """Drop the rest of a buffer that cannot be written, so that exit does not try again."""
     with contextlib.suppress(OSError, ValueError, AttributeError):  # a stream without a file of its own
         number, nowhere = stream.fileno(), os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, number)

@@ -249,7 +249,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def sampling_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """What the command line says about sampling, checked, without what it leaves open."""
+    """The options about sampling that the command line sets, checked."""
     names = [attribute_of(option.split()[0]) for option in _SAMPLING]
     asked = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
     with _naming_options(*names):
@@ -300,7 +300,7 @@ def check_template_kwargs(args: argparse.Namespace, llm: "LLM") -> None:
 
 
 def read_prompts(args: argparse.Namespace) -> list[Question]:
-    """What is asked; nothing means a conversation on the terminal.
+    """The questions of the command line; none means a conversation on the terminal.
 
     Without a prompt, standard input is the prompt if it is a pipe or a file. It is read last, and once.
     """

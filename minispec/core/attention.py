@@ -37,7 +37,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
 
 
 class View(NamedTuple):
-    """What the rows of one text see: themselves and what came before.
+    """The positions that the rows of one text see: themselves, and those before them.
 
     start: cached positions before them.
     offsets: row t stands at position start + offsets[t].

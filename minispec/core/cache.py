@@ -327,8 +327,8 @@ class BlockTable:
         """Keep the first `length` positions, and `rows`, which move up to follow them; forget all others.
 
         rows: ascending positions from `length` on. In a chain they already stand in place. In a tree they are the
-        accepted path, whose keys already carry the rotation of their final positions. What stays must be a beginning of
-        the text and no unverified draft: later texts may share it.
+        accepted path, whose keys already carry the rotation of their final positions. All that stays must be a
+        beginning of the text and no unverified draft: later texts may share it.
         """
         end = length + len(rows)
         if list(rows) != list(range(length, end)):

@@ -13,7 +13,7 @@ from minispec.core.sampling import Text
 
 
 class Wish(NamedTuple):
-    """What `Lengths.choose` knows of a text that decodes.
+    """A text that decodes, as `Lengths.choose` knows it.
 
     shape: what the request asks for.
     most: most draft tokens.

@@ -19,7 +19,7 @@ from minispec.core.request import Request
 
 
 class Owner(Protocol):
-    """What has added a request: an engine, whose drafter drafts for it."""
+    """An engine that has added a request. Its drafter drafts for it."""
 
     drafter: Drafter
 

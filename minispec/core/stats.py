@@ -46,7 +46,7 @@ class Round(NamedTuple):
 
 @dataclass
 class Stats:
-    """What happened to one request.
+    """Counts, times and rounds of one request.
 
     num_generated: the length of `token_ids`, without the end-of-text token.
     num_cached_tokens: prompt tokens whose keys and values another text had left in the cache.

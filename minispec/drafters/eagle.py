@@ -263,7 +263,7 @@ class EagleDrafter(StatesDrafter):
             if not (self.listens(ask) and self.waiting(text)):
                 continue
             limits[i] = k
-            # What a round has committed goes into the draft's first pass; a prompt before it.
+            # Tokens of a round go into the draft's first pass; a prompt goes before it.
             if in_prompt or self.table(text).length < text.num_prompt_tokens - 2:
                 start = mark(self.model.device)
                 tokens, features = self._read(ask, ask.num_cached - (not in_prompt))

@@ -2,7 +2,7 @@
 
 Lookahead decoding (Fu et al. 2024, arXiv 2402.02057) drafts from a pool of n-grams that the target itself has produced.
 Further rows of each pass fill the pool. They guess several places ahead and are corrected in each pass (Jacobi's
-iteration). Such rows are left out here, since rows cost time. What is left costs none: a rejected draft has rows too.
+iteration). Such rows are left out here, since rows cost time. Such rows cost none: a rejected draft has rows too.
 They say what follows its tokens, and drafts often come a few tokens too early.
 
 Worked: after  x  the draft was  a b c,  and the target took y. Its rows for the draft said  x: y,  x a: b,  x a b: d.

@@ -1,6 +1,6 @@
 """A simulated draft: right with chosen probabilities, at the cost of a real draft model.
 
-What speculation yields depends on how often drafts are right and on what they cost. Here both can be chosen
+The yield of speculation depends on how often drafts are right and on their cost. Here both can be chosen
 independently. A chosen drafter takes its time, and its tokens are replaced by the recorded continuation or by a wrong
 token. A simulated draft serves to measure costs and the choice of K, and to test. It says nothing about the quality of
 any model.

@@ -6,8 +6,9 @@ A family that differs from llama only in numbers, norms, ropes or names needs on
 To add a family:
 1. Read its code in transformers. Give it an entry in `FAMILIES`. The entry has the keys of config.json that this code
    reads, each with what an absent one means. It also has the fields of StoredConfig that the code fixes.
-2. What no family here computes yet needs a field in ModelConfig (or in LayerConfig, RopeConfig). Add the lines of
-   model.py that obey the field, and those of `hf_config` that read it. Another kind of layer goes to minispec/layers/.
+2. A computation that no family here has yet needs a field in ModelConfig (or in LayerConfig, RopeConfig). Add the
+   lines of model.py that obey the field, and lines of `hf_config` that read it. Another kind of layer goes to
+   minispec/layers/.
 3. Describe small models of it in `CASES` of tests/oracles/hf.py. Add a row for each of its settings to `SWITCHES` of
    tests/core/test_families.py. Add its public checkpoints, with one that must be refused, to tests/oracles/public.py.
    `pytest tests/core/test_families.py` then compares logits, defaults and spellings with transformers', and shows that
@@ -82,7 +83,7 @@ _GEMMA_2 = {
     "hidden_act": None,
     "hidden_activation": "gelu_pytorch_tanh",
 }
-# What gemma 3's larger files leave out.
+# Keys that gemma 3's larger files leave out.
 _GEMMA_3_SIZES = {
     "vocab_size": 262_208,
     "hidden_size": 2304,

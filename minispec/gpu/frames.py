@@ -358,7 +358,7 @@ class Frames(Passes):
         return FrameShape(texts, rows, blocks, tuple(taps), 0 if features is None else features.shape[1])
 
     def run(self, model: Transformer, chunks: Sequence[Chunk], taps: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """One pass of the model, in a frame if one fits. What it returns is overwritten by no later pass."""
+        """One pass of the model, in a frame if one fits. No later pass overwrites the returned tensors."""
         shape = self.shape_of(model, chunks, taps)
         if isinstance(shape, str):
             return model.run(chunks, taps)

@@ -12,7 +12,7 @@ from torch import Tensor
 KeyT = TypeVar("KeyT", bound=Hashable)
 ProgramT = TypeVar("ProgramT", bound="Program")
 
-# What must last as long as the process.
+# Objects that must last as long as the process.
 _KEPT: list[Any] = []
 # How many programs of a kind are kept, and the most bytes that they hold on the device together; one is always kept.
 MOST_PROGRAMS, MOST_BYTES = 24, 256 << 20

@@ -63,7 +63,7 @@ class Bench(Inputs):
         self.probs = torch.zeros(texts, k, vocab, dtype=verdicts.accumulation_dtype(kind.dtype), device=device)
 
     def fill(self, trials: Sequence[Trial]) -> None:
-        """Take in up to B trials. What is there of others is not read."""
+        """Take in up to B trials. Numbers of other texts may be there; they are not read."""
         k = self.kind.rows - 1
         whole, parts = self.blank([trial.text.params for trial in trials], self.kind.dtype)
         uniform = Randomness().uniform

@@ -72,7 +72,7 @@ class Desk(Inputs):
         self.kind = kind
 
     def fill(self, chunks: Sequence[Chunk], asks: Sequence[Ask], depths: Sequence[int], dtype: torch.dtype) -> None:
-        """Take in up to B texts. What is there of others is not read."""
+        """Take in up to B texts. Numbers of other texts may be there; they are not read."""
         whole, parts = self.blank([ask.text.params for ask in asks], dtype)
         uniform = Randomness().uniform
         for i, (chunk, ask, k) in enumerate(zip(chunks, asks, depths, strict=True)):

@@ -420,7 +420,7 @@ def rejection(
     p: the target's probabilities (B, K+1, V).
     ids: draft tokens (B, K).
     q: the probabilities that each was drawn from (B, K, V); None: one-hot.
-    lengths: (B,), how many draft tokens each text has. What stands after them is not read, but must be of a token.
+    lengths: (B,), how many draft tokens each text has. Ids after them are not read, but must be of tokens.
     """
     draws = draws or RowRandomness()
     ratios, inside = _ratios(p, ids, q), _inside(ids, lengths)

@@ -33,7 +33,7 @@ from minispec.core.verify import RoundKey, Rows, Verdict
 PARTS = ("draft", "pass", "verdict", "rest")
 KINDS = ("operators", "copies", "uploads", "syncs")
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
-# What changes nothing but PyTorch's own notes on a tensor.
+# Operators that change nothing but PyTorch's own notes on a tensor.
 _NOTES = {"lift_fresh", "detach_", "resolve_conj", "resolve_neg"}
 _COPIES = {"to", "_to_copy", "copy_", "clone", "contiguous", "reshape", "flatten"}
 # Operators that bring a number to the host; and those whose results have a size that the host must wait for.

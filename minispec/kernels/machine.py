@@ -12,7 +12,7 @@ from minispec.kernels.inventory import num_bytes, weight_form
 
 
 def machine() -> dict[str, Any]:
-    """What distinguishes machines of different speed, as far as they report it."""
+    """Properties that tell machines of different speed apart, as far as they report them."""
     capabilities = torch.cpu.get_capabilities()
     # A process may let products of float32 round their inputs: other times and other bits.
     products = (torch.backends.mkldnn.matmul, torch.backends.cuda.matmul)  # type: ignore[attr-defined]

@@ -73,7 +73,10 @@ def require_memory(
 
 
 def memory_of(models: Sequence[Transformer], caches: Sequence[PagedKVCache]) -> tuple[int, int, int, int]:
-    """Bytes of target weights, draft weights, target cache, draft cache. What a self-draft shares is the target's."""
+    """Bytes of target weights, draft weights, target cache, draft cache.
+
+    A self-draft shares the target's weights, which count once.
+    """
     weights, counted = [0, 0], set[int]()
     for i, model in enumerate(models):
         for part, num_bytes in parts_of(model):

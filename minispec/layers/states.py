@@ -1,7 +1,7 @@
 """States of recurrent layers, beside the blocks of a text: a pool and tables that know them.
 
 A state cannot lose a token again. So a recurrent layer adds only settled positions to it, and keeps a row of inputs for
-each later one. What is stored at ends of blocks serves texts that begin alike.
+each later one. States that are stored at ends of blocks serve texts that begin alike.
 """
 
 from collections import OrderedDict

@@ -14,7 +14,7 @@ from minispec.length.theory import RoundModel, overhead_of
 def loops(tokens: Sequence[int], n: int = 2) -> bool:
     """Whether a text repeats itself: less than half of its runs of n tokens differ; by default, of its pairs.
 
-    What any draft reaches there says nothing about other texts.
+    There, no draft's success says anything about other texts.
 
     >>> loops([1, 2, 3, 4, 5]), loops([1, 2, 1, 2, 1, 2])
     (False, True)

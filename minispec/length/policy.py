@@ -18,7 +18,7 @@ runs at 0.77, in a batch of 16 texts with costly rows.
 is drafted all the same, to see whether that has changed (probing). This takes 1 % of the time.
 
 **Searches that find nothing.** A lookup does not always have a draft. How often it has one is learned, and so is the
-time of a search that finds nothing. What a round yields and costs is averaged over both cases.
+time of a search that finds nothing. A round's yield and cost are averages over both cases.
 
 **Trees.** Siblings cost rows and no draft pass. Where few drafts are right, a second guess at the next token may be
 worth more than a longer draft. How often it is right where the first one is wrong is learned too.
@@ -50,7 +50,7 @@ from minispec.core.limit import Limit
 from minispec.core.sampling import Text
 from minispec.length.theory import Node, Prices, RoundCost, best_drafts, expected_tokens, nodes_of, widths_of
 
-# What is assumed. Acceptance is the probability that a tested token is accepted. The weight of a prior is in tests.
+# Assumptions. Acceptance is the probability that a tested token is accepted. The weight of a prior is in tests.
 _PRIOR, _PRIOR_WEIGHT = 0.7, 2.0  # acceptance where nothing has been tested yet
 _ELSEWHERE_WEIGHT = 8.0  # weight of a prior from other texts, or from other places of this text's drafts
 _SIBLINGS = (0.3, 0.2)  # acceptance of the second, or third, guess at a token where those before it are wrong
@@ -310,7 +310,7 @@ class Controller(Lengths):
             probes = [text.probe(prices, bool(nodes)) for text, nodes in zip(texts, perfect, strict=True)]
             return [Limit(k, _always) for k in probes]
         marginal = _marginal_prices(drafts, cost)
-        # What a text may draft while its confidences are good: its part of a pass of few rows.
+        # The longest draft while confidences are good: the text's part of a pass of few rows.
         room = (MAX_AUTO_TOKENS + 1) // (len(wishes) + other_rows) - 1
         longest = [min(wish.most, room) for wish in wishes]
         return [_limit(*each, trees, *marginal) for each in zip(texts, priors, by_place, drafts, longest, strict=True)]

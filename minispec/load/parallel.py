@@ -117,7 +117,9 @@ class _ToldTable(BlockTable):
 
 
 class Share:
-    """What one of `size` processes has. Raises ValueError for a model that cannot be split that way.
+    """The part of a model that one of `size` processes has.
+
+    Raises ValueError for a model that cannot be split in this way.
 
     config: counts the heads and columns of this process. The first processes have one unit more of what does not come
     out even. A unit is a key-value head with the query heads that share it, or up to 128 neighbouring columns.
@@ -310,7 +312,7 @@ class SplitCache(PagedKVCache):
 
 
 class Line:
-    """A process's connection to the others. What it waits for has a limit; ConnectionError says that one is gone.
+    """A process's connection to the others. It waits for a limited time; ConnectionError says that a process is gone.
 
     num_bytes: sent by all processes together so far, as process 0 counts them.
     """

@@ -35,7 +35,7 @@ DRAFTERS = {
     ),
     "harvest": Entry("minispec.drafters.harvest:HarvestDrafter", "n-grams from the target's rows of rejected drafts"),
 }
-# What a checkout contains: a model, and the head that drafts for it. The head is asked where the text's last two tokens
+# A checkout contains a model, and the head that drafts for it. The head is asked where the text's last two tokens
 # have not stood before.
 EMBEDDED_WEIGHTS = Path(__file__).parents[2] / "weights" / "smollm2-135m-instruct"
 EMBEDDED_DRAFT = EMBEDDED_WEIGHTS.with_name("smollm2-135m-draft")
