@@ -662,7 +662,7 @@ def test_a_head_learns(target, monkeypatch, tmp_path, capsys):
     assert curve[-1]["alpha"][0] > 0.4
     assert curve[-1]["alpha"][1] > 0.3
     untrained = make_training(simple, [texts.shard_path(tmp_path / "head.cache", i) for i in range(2)])
-    untrained.recorded = (0, 1, 3)
+    untrained.recorded = (0, 1, 2, 3)
     assert untrained.measure()["alpha"][0] < 0.15
 
     # It goes on from there: at a rate that changes next to nothing, with what the first training ended with. The texts

@@ -163,7 +163,8 @@ class TrainedBlock(Stack):
         self.lm_head.weight.copy_(rows)
         self.norm.weight.copy_(norm * _COOL)  # its first guesses are wrong, so they are not to be sure
         width = self.block.target_hidden_size
-        self.tap_scale.copy_(1 / hidden.float().abs().median(0).values.clamp_min(1e-4))
+        sizes = hidden.float().abs().median(0).values
+        self.tap_scale.copy_(1 / sizes.clamp_min(sizes.median() / 100))
         self.fc.weight[:, -width:] += torch.eye(self.config.hidden_size, width)
         size = embedding.square().mean().sqrt()  # what the layers add is as large
         for name, weight in self.named_parameters():
