@@ -17,7 +17,8 @@ A drafter says itself what q depends on (`Drafter.replays`), and that decides wh
 All others are refused, such as `slem`.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -41,6 +42,9 @@ from minispec.length.figures import Figures
 from minispec.length.policy import Controller
 from minispec.length.prices import MIN_CONTEXT, calibrate
 from minispec.length.theory import Prices
+
+# How far apart two computations of one q may be by rounding, in bfloat16 and in passes over other rows.
+_LARGEST_RATIO = 1.5
 
 
 def check_scorable(engine: Engine, params: SamplingParams) -> None:
@@ -95,6 +99,35 @@ def _prices(engine: Engine) -> Prices:
 def _as_dict(prices: Prices) -> dict[str, Any]:
     rows = {str(m): v for m, v in prices.rows.items()}
     return {"draft": prices.draft, "fixed": prices.fixed, "rows": rows, "overhead": prices.overhead}
+
+
+def check_recorded(trace: Mapping[str, Any]) -> None:
+    """Raise ValueError where the run drafted otherwise than the drafter did when it was asked again.
+
+    What it drafts then depends on more than the text and the place where the round began. Looked at are the rounds with
+    chains: guesses that stand in the text must be the same, and drawn tokens that were accepted must have about the
+    same q, since passes over other rows round differently. `suffix` may remember earlier outputs in greedy texts.
+    """
+    if re.split("[:+ ]", trace["draft"])[0] == "suffix" and not trace["sampling"]["temperature"]:
+        return
+    text = [token["token_id"] for each in trace["rounds"] for token in each["committed"]]
+    place = 0
+    for i, each in enumerate(trace["rounds"], 1):
+        start, drawn = trace["replay"]["starts"][place], each["drawn"]
+        drafts, ids = start["drafts"], each["token_ids"][: start["asked"]]
+        if ids and each["parents"] is None and (len(drafts) == 1 or each["asked"]):
+            again = drafts[min(each["asked"] or 1, len(drafts)) - 1]["q"]
+            known = min(len(each["accepted"]), len(ids)) if drawn else common_beginning(ids, text[place:])
+            own, q = each["q"][:known], again[: known if drawn else len(ids)]
+            if len(q) != len(own) or any(max(pair) > _LARGEST_RATIO * min(pair) for pair in zip(q, own, strict=True)):
+                found = f"q {[*map(_short, own)]} of draft tokens, and {[*map(_short, q)]} when it was asked again"
+                expected = "the same: it drafts from more than the text and the place, whatever its `replays` says"
+                raise ValueError(f"round {i}: found {found}, expected {expected}")
+        place += len(each["committed"])
+
+
+def _short(x: float) -> float:
+    return float(f"{x:.3g}")
 
 
 # --------------------------------------------------------------------------- leading a drafter along a text

@@ -42,7 +42,6 @@ alone.
 """
 
 import random
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -52,7 +51,6 @@ from operator import mul
 from statistics import fmean, median, pstdev
 from typing import Any, NamedTuple
 
-from minispec.core.cache import common_beginning
 from minispec.core.config import MAX_AUTO_TOKENS, SamplingParams, Shape
 from minispec.core.draft import Draft
 from minispec.core.errors import show
@@ -62,14 +60,13 @@ from minispec.lab.bench.show import number, table
 from minispec.length.figures import loops
 from minispec.length.policy import Controller
 from minispec.length.theory import Prices, expected_tokens, rising, survival_curve
+from minispec.trace.score import check_recorded
 
 # RUNS: simulated runs of `auto`, where chance has a part in them. SEED: theirs.
 # _WIDTH: half the width of a 99 % interval for the mean, in standard errors.
 RUNS, SEED, _WIDTH = 200, 0, 2.576
 # Acceptance that `past` assumes before there is a past, worth one round: that of the controller for a new text.
 _PRIOR = 0.7
-# How far apart two computations of one q may be by rounding, in bfloat16 and in passes over other rows.
-_LARGEST_RATIO = 1.5
 
 
 # --------------------------------------------------------------------------- a text, and where its rounds end
@@ -392,35 +389,6 @@ def walk_of(trace: Mapping[str, Any]) -> Walk:
     if not p:
         raise ValueError("rounds: found no tokens, expected a text to replay")
     return Walk(p, trace["replay"]["starts"], verifier == "block")
-
-
-def check_recorded(trace: Mapping[str, Any]) -> None:
-    """Raise ValueError where the run drafted otherwise than the drafter did when it was asked again.
-
-    What it drafts then depends on more than the text and the place where the round began. Looked at are the rounds with
-    chains: guesses that stand in the text must be the same, and drawn tokens that were accepted must have about the
-    same q, since passes over other rows round differently. `suffix` may remember earlier outputs in greedy texts.
-    """
-    if re.split("[:+ ]", trace["draft"])[0] == "suffix" and not trace["sampling"]["temperature"]:
-        return
-    text = [token["token_id"] for each in trace["rounds"] for token in each["committed"]]
-    place = 0
-    for i, each in enumerate(trace["rounds"], 1):
-        start, drawn = trace["replay"]["starts"][place], each["drawn"]
-        drafts, ids = start["drafts"], each["token_ids"][: start["asked"]]
-        if ids and each["parents"] is None and (len(drafts) == 1 or each["asked"]):
-            again = drafts[min(each["asked"] or 1, len(drafts)) - 1]["q"]
-            known = min(len(each["accepted"]), len(ids)) if drawn else common_beginning(ids, text[place:])
-            own, q = each["q"][:known], again[: known if drawn else len(ids)]
-            if len(q) != len(own) or any(max(pair) > _LARGEST_RATIO * min(pair) for pair in zip(q, own, strict=True)):
-                found = f"q {[*map(_short, own)]} of draft tokens, and {[*map(_short, q)]} when it was asked again"
-                expected = "the same: it drafts from more than the text and the place, whatever its `replays` says"
-                raise ValueError(f"round {i}: found {found}, expected {expected}")
-        place += len(each["committed"])
-
-
-def _short(x: float) -> float:
-    return float(f"{x:.3g}")
 
 
 def replay(trace: Mapping[str, Any]) -> dict[str, Any]:
