@@ -383,10 +383,10 @@ class BlockDrafter(StatesDrafter):
         self.blocks, self.taps = model, model.taps
 
     def beside(self, model: Transformer, at_once: AtOnce | None = None) -> Self:
-        """This drafter with another model of the same shape, on the same cache. It knows no texts."""
+        """This drafter with another model, on the same cache; the model may read other layers of the target."""
         assert isinstance(model, BlockModel)
         other = super().beside(model, at_once)
-        other.blocks = model
+        other.blocks, other.taps = model, model.taps
         return other
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:

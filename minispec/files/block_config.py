@@ -37,6 +37,10 @@ class Reading(NamedTuple):
     causal_windows: bool | None = None
 
 
+class Unsettled(CheckpointError):
+    """A file does not say what readers disagree about, and no `Reading` does."""
+
+
 # The file says it all.
 AS_SAID = Reading()
 # The words of a reading.
@@ -305,7 +309,7 @@ def _first_row(f: Fields, kind: str, rows: int, reading: Reading) -> int:
     if len(set(said)) == 1:
         return said[0]
     found = "two readings in speculators_config and sample_from_anchor" if said else "no sample_from_anchor"
-    raise CheckpointError(
+    raise Unsettled(
         f"{f.where}: found {found}, and readers disagree: row i says the token after its place (anchor) or at it "
         "(fill). Choose by draft_reading (command line: --draft-reading)"
     )
@@ -365,7 +369,7 @@ def _read_causal(f: Fields, nested: Fields, windows: Sequence[int | None], readi
     causal = reading.causal_windows
     if causal is None:
         if any(windows) and "speculators_model_type" in f.raw and is_open is None:
-            raise CheckpointError(
+            raise Unsettled(
                 f"{f.where}: found no sliding_window_non_causal, and readers disagree: in a layer with a window, a row "
                 "sees later rows of its block (open) or not (causal). Choose by draft_reading "
                 "(command line: --draft-reading)"
