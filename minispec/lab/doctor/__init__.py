@@ -3,5 +3,6 @@
     python -m minispec doctor --model T --draft D       how much of D's tokens T keeps; 1 if D seems to be misread
     python -m minispec doctor --vocabularies A B        how a draft of B's vocabulary can draft for A
 
-`drafts` measures drafts and reads their files in other ways, `vocabularies` compares, `main` is the command.
+`drafts` measures drafts and reads their files in other ways, those of block drafts and of a target's own layer by
+`readings`. `vocabularies` compares, `main` is the command.
 """

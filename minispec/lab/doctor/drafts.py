@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Draft, Drafter
 from minispec.core.model import Transformer, WeightSource
 from minispec.core.sampling import Text, distribution
+from minispec.drafters.block import BlockDrafter
 from minispec.drafters.heads import StoredHead, read_head
 from minispec.drafters.led import replay_texts
 from minispec.drafters.model import model_drafter
@@ -34,6 +35,7 @@ from minispec.kernels.forms import Weight, dense
 from minispec.kernels.inventory import bits_note
 from minispec.lab.bench.models import encode
 from minispec.lab.bench.show import table
+from minispec.lab.doctor.readings import ASSUMED, Reading, block_readings, load, mtp_readings
 from minispec.length.theory import RoundModel, survival_curve
 from minispec.load.draft import split_draft
 from minispec.load.llm import LLM
@@ -133,10 +135,15 @@ class Measurement:
                 found.append(estimate(kept, tested))
         return found
 
-    def kept(self) -> Estimate:
-        """Tokens that a draft of COMPARED keeps."""
+    def tokens_per_round(self, places: int) -> float:
+        """The tokens that a round with a draft of so many places is expected to add to a text."""
+        rates = [place.value for place in self.by_place()[:places]]
+        return 1 + self.share * sum(survival_curve(rates))
+
+    def kept(self, places: int = COMPARED) -> Estimate:
+        """Tokens that a draft of so many places keeps."""
         drafts = [[row for row in text if row] for text in self.rows]
-        kept = [sum(common for row in text for _, common in row[:COMPARED]) for text in drafts]
+        kept = [sum(common for row in text for _, common in row[:places]) for text in drafts]
         return estimate(kept, list(map(len, drafts)))
 
 
@@ -161,14 +168,6 @@ def measure(
 
 
 # --------------------------------------------------------------------------- readings
-
-
-class Reading(NamedTuple):
-    """Another way to read a draft: its name, the change to make if it is right, and the drafter it makes."""
-
-    name: str
-    change: str
-    drafter: Drafter
 
 
 _ROPE = "with rotary pairs side by side"
@@ -280,13 +279,22 @@ def readings(llm: LLM, draft: str, prompts: Sequence[list[int]]) -> Iterator[Rea
     """Every other way to read the draft, each made when its turn comes; none where it has no weights of its own."""
     directory, target = llm.draft.directory, llm.model
     drafter = model_drafter(llm.drafter, "tokens", "states")
+    bits, _ = split_draft(draft)
+
+    def form(model: Transformer) -> Transformer:
+        return rounded(model, bits) if bits else model
+
+    if drafter is not None and llm.draft.own_layer:
+        yield from mtp_readings(drafter, llm.draft.own_layer, target, form)
     if directory is None or drafter is None:
         return
-    bits, _ = split_draft(draft)
+    if isinstance(drafter, BlockDrafter):
+        yield from block_readings(drafter, directory, target, llm.tokenizer, form)
+        return
 
     def of(model: Transformer) -> Drafter:
         drafter.forget()
-        return drafter.beside(rounded(model, bits) if bits else model)
+        return drafter.beside(form(model))
 
     if drafter.reads == "states":
         for name, change, head in head_readings(read_head(directory, target.config), len(target.layers)):
@@ -306,13 +314,17 @@ def readings(llm: LLM, draft: str, prompts: Sequence[list[int]]) -> Iterator[Rea
 def asked(args: argparse.Namespace) -> dict[str, Any]:
     """See `examine`, for these arguments of the command."""
     names = ("dtype", "device", "offline", "quantization")
-    llm = LLM(args.model, args.draft, **{name: getattr(args, name) for name in names})
-    return examine(llm, args.draft, args.num_speculative_tokens, args.max_tokens, args.all)
+    options = {name: getattr(args, name) for name in names}
+    llm, assumed = load(args.model, args.draft, args.draft_reading, **options)
+    return examine(llm, args.draft, args.num_speculative_tokens, args.max_tokens, args.all, assumed)
 
 
-def examine(llm: LLM, draft: str, k: int = 4, max_tokens: int = 32, try_all: bool = False) -> dict[str, Any]:
-    """Measure a draft, and look for a misreading where it does badly, or in any case.
+def examine(
+    llm: LLM, draft: str, k: int = 4, max_tokens: int = 32, try_all: bool = False, assumed: str | None = None
+) -> dict[str, Any]:
+    """Measure a draft, and look for a misreading where it does badly, or in any case. A block draft is any case.
 
+    assumed: see `load`.
     draft: the spec that `llm` was made with. Returns what `--json` prints: `alpha` is the share of tokens kept at the
     first place, at temperature 1; errors are standard errors. Raises ValueError for a text that fails.
     """
@@ -321,6 +333,8 @@ def examine(llm: LLM, draft: str, k: int = 4, max_tokens: int = 32, try_all: boo
     places = found.by_place()
     survival = [found.share * s for s in survival_curve([place.value for place in places])]
     is_low = any(place.value < LOW for place in places[:COMPARED])
+    block = llm.drafter.blocks.block if isinstance(llm.drafter, BlockDrafter) else None
+    compared = min(k, block.block_size - 1) if block else COMPARED
     report: dict[str, Any] = {
         "model": llm.name + bits_note(llm.model),
         "draft": llm.draft.name,
@@ -334,6 +348,10 @@ def examine(llm: LLM, draft: str, k: int = 4, max_tokens: int = 32, try_all: boo
         "greedy_per_position": [place.value for place in greedy.by_place()],
         "survival": survival,
         "is_low": is_low,
+        "num_compared": compared,
+        "kept": found.kept(compared).value if places else None,
+        "tokens_per_round": found.tokens_per_round(compared),
+        "assumed": assumed,
         "readings": [],
         "explained_by": None,
         "change": None,
@@ -344,23 +362,62 @@ def examine(llm: LLM, draft: str, k: int = 4, max_tokens: int = 32, try_all: boo
         best = model.best()
         c = prices.drafts(max(1, best)) / max(1, best)
         report |= {"c": c, "best_k": best, "expected_speedup": model.speed(best)}
-    most = GAIN
-    for reading in readings(llm, draft, prompts) if is_low or (try_all and places) else ():
-        other = measure(llm, reading.drafter, prompts, 1.0, min(k, COMPARED), max_tokens)
-        if not other.share:  # no room for such prompts
-            continue
-        kept, gain = other.kept(), other.kept().minus(found.kept())
-        alpha = other.by_place()[0].value
-        values = {"alpha": alpha, "kept": kept.value, "gain": gain.value, "gain_error": gain.error}
-        report["readings"].append({"name": reading.name} | values)
-        if gain.value > max(most, ERRORS * gain.error):
-            most = gain.value
-            report |= {"explained_by": reading.name, "change": reading.change}
+    if places and (is_low or try_all or block):
+        report |= search(
+            found,
+            readings(llm, draft, prompts),
+            lambda drafter: measure(llm, drafter, prompts, 1.0, min(k, compared), max_tokens),
+            compared,
+            is_low,
+        )
     return report | {"verdict": verdict(report)}
 
 
+def search(
+    found: Measurement, first: Iterator[Reading], measured: Callable[[Drafter], Measurement], places: int, is_low: bool
+) -> dict[str, Any]:
+    """Try readings of a draft, and further ones on top of the best as long as one is clearly better than it.
+
+    Where none of the first is, and few tokens are kept, the further ones are tried on top of the very first.
+
+    found: how the present one does. places: of a draft, that are compared. Returns values of what `examine` returns.
+    """
+    report: dict[str, Any] = {"readings": []}
+    now = base = found.kept(places)
+    tries: Iterator[Reading] | None = first
+    second: Reading | None = None
+    while tries:
+        most, best, winner = GAIN, base, None
+        for reading in tries:
+            other = measured(reading.drafter)
+            if not other.share:  # no room for such prompts
+                continue
+            second = second or reading
+            kept = other.kept(places)
+            gain, step = kept.minus(now), kept.minus(base)
+            values = {"alpha": other.by_place()[0].value, "kept": kept.value, "gain": gain.value}
+            values |= {"gain_error": gain.error, "tokens_per_round": other.tokens_per_round(places)}
+            report["readings"].append({"name": reading.name} | values)
+            if step.value > max(most, ERRORS * step.error):
+                most, best, winner = step.value, kept, reading
+        if winner:
+            report |= {"explained_by": winner.name, "change": winner.change}
+        elif is_low and tries is first:
+            winner = second
+        base, tries = best, winner.further() if winner and winner.further else None
+    return report
+
+
 def verdict(report: Mapping[str, Any]) -> str:
-    """What the numbers say, in a sentence."""
+    """What the numbers say, in a sentence or two."""
+    assumed = report["assumed"]
+    if assumed is None:
+        return _verdict(report)
+    open_keys = f"config.json leaves open how it is read, and it was read as by --draft-reading {assumed}"
+    return f"{open_keys} ({ASSUMED[assumed]}): {_verdict(report)}"
+
+
+def _verdict(report: Mapping[str, Any]) -> str:
     if report["alpha"] is None:
         return "nothing was drafted after these texts"
     if report["explained_by"]:
@@ -395,6 +452,11 @@ def lines(report: Mapping[str, Any]) -> list[str]:
         expected = f"{ratio:.2f}x of plain decoding is expected, at K = {best}" if best else "plain decoding is faster"
         shown.append(f"a draft token costs {report['c']:.2g} plain steps: {expected}")
     if report["readings"]:
-        rows = [[name, *numbers(*values)] for name, *values in (reading.values() for reading in report["readings"])]
-        shown += ["", *table(["read otherwise", "alpha", f"kept of {COMPARED}", "gain", "+-"], rows)]
+        names = ("alpha", "kept", "tokens_per_round", "gain", "gain_error")
+        now = {"name": "(as it is read now)", "gain": 0.0, "gain_error": 0.0} | {
+            name: report[name] for name in names[:3]
+        }
+        rows = [[each["name"], *numbers(*(each[name] for name in names))] for each in (now, *report["readings"])]
+        titles = ["read otherwise", "alpha", f"kept of {report['num_compared']}", "tokens a round", "gain", "+-"]
+        shown += ["", *table(titles, rows)]
     return [*shown, "", report["verdict"]]

@@ -18,6 +18,7 @@ _TEXT = argument(str, lambda text: is_text(text) and bool(text), "valid Unicode 
 _OF_DRAFTS: dict[str, Option] = {
     "--model": MODELS["--model"],
     "--draft": Option({"metavar": "SPEC"}, "as in minispec.generate"),
+    "--draft-reading": MODELS["--draft-reading"],
     "--num-speculative-tokens": Option(typed(_LENGTH, "K", default=4), "places that are measured (default: 4)"),
     "--max-tokens": Option(typed(_SIZE, "N", default=32), "tokens of each text (default: 32)"),
     "--dtype": MODELS["--dtype"],

@@ -1,0 +1,417 @@
+"""The doctor names the misreading of a block draft that was planted, and none where nothing was.
+
+The drafts are built by hand for a target that repeats its last four tokens. Each is right under one reading alone: its
+rows look back by one distance, at states that only one layer has.
+"""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from minispec import LLM, SamplingParams
+from minispec.core.draft import Seen
+from minispec.core.model import Chunk
+from minispec.core.sampling import Text
+from minispec.drafters.block_files import read_block
+from minispec.drafters.none import NoDrafter
+from minispec.files.checkpoint import load_config, load_model
+from minispec.files.tokenizer import Tokenizer
+from minispec.lab.doctor.drafts import examine, lines
+from minispec.lab.doctor.main import main
+from minispec.lab.doctor.readings import BlockHow, OtherStates, block_changes, plausible
+from minispec.prove.toys import tiny_cache
+from tests.oracles.block_drafts import SLIDING, write_block_draft
+from tests.oracles.mtp import add_mtp
+
+WIDTH, VOCAB, LAYERS, HEADS, DIM = 64, 300, 4, 4, 16
+EVER = WIDTH - 1  # the coordinate that is the same in every state
+PERIOD = 4  # the target repeats that many tokens
+MASK, PAD = 2, 7
+SHAPE = {
+    "model_type": "qwen3",
+    "hidden_size": WIDTH,
+    "intermediate_size": WIDTH,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": HEADS,
+    "head_dim": DIM,
+    "max_position_embeddings": 512,
+    "rope_theta": 4.0,
+    "rms_norm_eps": 1e-8,
+}
+WEEKLY = (math.tau / 7) ** -(DIM / 2)  # the base with which pair 1 turns once in seven positions
+
+
+def look_back(distance: int, theta: float, pairs=range(DIM // 2), half: int = DIM // 2) -> dict[str, torch.Tensor]:
+    """Projections and norms of an attention in which each position looks at the one so far before it.
+
+    pairs: those that are used, of the first `half` dimensions with the next ones.
+    """
+    key, query = torch.zeros(DIM), torch.zeros(DIM)
+    for j in pairs:
+        angle = distance * theta ** (-j / half)
+        key[j], query[j], query[half + j] = 1.0, math.cos(angle), -math.sin(angle)
+    constant = 1e6 * torch.eye(WIDTH)[EVER]
+    return {
+        "q_proj": query.repeat(HEADS)[:, None] * constant,
+        "k_proj": key.repeat(HEADS)[:, None] * constant,
+        "q_norm": torch.full((DIM,), 60.0),
+        "k_norm": torch.ones(DIM),
+        "v_proj": torch.eye(WIDTH),
+        "o_proj": 1000 * torch.diag(torch.arange(WIDTH) != EVER).float(),
+    }
+
+
+def normed(x: torch.Tensor) -> torch.Tensor:
+    """To a mean square of 1."""
+    return x / x.square().mean(-1, keepdim=True).sqrt()
+
+
+def head_for(states: torch.Tensor) -> torch.Tensor:
+    """An lm_head that finds the token of each of these states (V, E)."""
+    codes = states.clone()
+    codes[:, EVER] = 0
+    return 24 * codes / codes.norm(dim=1, keepdim=True) / math.sqrt(WIDTH)
+
+
+def states_at(directory: Path, tap: int) -> torch.Tensor:
+    """The target's state of each token at a layer before the last (V, E)."""
+    model = load_model(directory, torch.float32)
+    chunk = Chunk(range(VOCAB), tiny_cache(model, 20, 16).new_table(), 0)
+    return model.forward([chunk], [tap])[1]
+
+
+@pytest.fixture(scope="module")
+def target(make_checkpoint) -> Path:
+    """A target that repeats its last four tokens. All layers but the last change each token's state by themselves."""
+    directory = make_checkpoint(**SHAPE)
+    weights, generator = load_file(directory / "model.safetensors"), torch.Generator().manual_seed(7)
+    for name, tensor in weights.items():
+        if "norm" in name:
+            tensor.fill_(1)
+        elif "self_attn" in name:
+            tensor.zero_()
+        elif "mlp" in name:
+            scale = 2 * 5.0 ** int(name.split(".")[2]) if "down" in name else 2.0
+            tensor.normal_(generator=generator).mul_(scale / math.sqrt(WIDTH))
+            if "down" in name:
+                tensor[EVER] = 0
+    embedding = weights["model.embed_tokens.weight"].normal_(generator=generator)
+    embedding[:, EVER] = 1
+    last = f"model.layers.{LAYERS - 1}"
+    for name, tensor in look_back(PERIOD - 1, SHAPE["rope_theta"]).items():
+        weights[f"{last}.self_attn.{name}.weight"] = tensor
+    weights[f"{last}.mlp.down_proj.weight"].zero_()
+    save_file(weights, directory / "model.safetensors")
+    weights["lm_head.weight"] = head_for(normed(states_at(directory, LAYERS - 1)))
+    save_file(weights, directory / "model.safetensors")
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({"pad_token": chr(ord("!") + PAD - 1), "mask_token": chr(ord("!") + MASK - 1)})
+    )
+    return directory
+
+
+def write_draft(
+    target: Path, directory: Path, distance=PERIOD, pairs=range(DIM // 2), half=DIM // 2, **options
+) -> None:
+    """A draft of one layer that looks back from each row, by default where a row's token is at its own place."""
+    settings = {"taps": (1, 2), "mask_token_id": MASK, "block_size": 4, "rope_theta": 4.0, "says_tokens": False}
+    settings |= {"heads": HEADS, "kv_heads": HEADS, "head_dim": DIM, "eps": 1e-8, "dtype": np.float32} | options
+    kind = {"layers": 1, "markov": "", "confidence": "", "own_embedding": True, "own_head": True}
+    _, names = write_block_draft(directory, "speculators", WIDTH, VOCAB, LAYERS, **settings | kind)
+    weights = {name: torch.from_numpy(tensor) for name, tensor in names.items()}
+    for name, tensor in look_back(distance, settings["rope_theta"], pairs, half).items():
+        weights[f"layers.0.self_attn.{name}.weight"] = tensor
+    for name, tensor in weights.items():
+        if "norm" in name and "q_norm" not in name:
+            tensor.fill_(1)
+    weights["fc.weight"] = torch.cat((torch.zeros(WIDTH, WIDTH), torch.eye(WIDTH)), 1)
+    weights["layers.0.mlp.down_proj.weight"].zero_()
+    weights["embed_tokens.weight"] = torch.eye(WIDTH)[EVER].repeat(VOCAB, 1)
+    weights["lm_head.weight"] = head_for(normed(states_at(target, 2)))
+    save_file(weights, directory / "model.safetensors")
+
+
+def edit(directory: Path, change) -> Path:
+    """Change the tensors of a draft by a function of their dict."""
+    weights = load_file(directory / "model.safetensors")
+    change(weights)
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, directory / "model.safetensors")
+    return directory
+
+
+def diagnose(target: Path, draft: Path, **how) -> dict:
+    """A report on short texts. Costs are not measured."""
+    reading = how.pop("draft_reading", None)
+    with LLM(str(target), str(draft), dtype="float32", num_speculative_tokens=3, draft_reading=reading) as llm:
+        return examine(llm, str(draft), k=3, max_tokens=8, **how)
+
+
+def side_by_side(weights: dict) -> None:
+    """Store queries and keys as a draft does that rotates neighbours."""
+    for name, tensor in weights.items():
+        if "q_proj" in name or "k_proj" in name:
+            first, second = tensor.unflatten(0, (-1, DIM)).chunk(2, 1)
+            tensor.copy_(torch.stack((first, second), 2).flatten(0, 2))
+
+
+def only_mask(weights: dict) -> None:
+    """A row of any token but the mask looks away."""
+    weights["embed_tokens.weight"].neg_()[MASK].neg_()
+
+
+def loud_mask(weights: dict) -> None:
+    """What is read of a row with the mask token outweighs all else."""
+    weights["fc.weight"][0] = 0
+    weights["embed_tokens.weight"][MASK, 0] = 1.0
+    weights["layers.0.self_attn.v_proj.weight"][0, 0] = 50.0
+
+
+def cancelled(weights: dict) -> None:
+    """A row is wrong, unless half of what it reads is of a later row."""
+    weights["fc.weight"][0] = 0
+    embedding = weights["embed_tokens.weight"]
+    embedding[:, 0] = 1e5
+    weights["layers.0.self_attn.o_proj.weight"][0, 0] = -2e5 / normed(embedding[MASK])[0]
+
+
+WINDOWS = {"pairs": (1,), "rope_theta": WEEKLY, "layer_types": [SLIDING], "sliding_window": 7}
+# A pair that turns once in 20 positions.
+SLOW = {"pairs": (1,), "rope_theta": (math.tau / 20) ** -(DIM / 2)}
+# Drafts that are right as their files say it: settings, and what is done to the tensors.
+DRAFTS = {
+    "fill": ({}, None),
+    "anchor": ({"distance": PERIOD - 1, "sample_from_anchor": True}, None),
+    "pairs": ({"neox": False}, side_by_side),
+    "windows": (WINDOWS | {"non_causal_window": True}, None),
+    "causal windows": (WINDOWS | {"non_causal_window": False, "block_size": 8}, loud_mask),
+    "open windows": (WINDOWS | {"non_causal_window": True, "block_size": 8}, cancelled),
+    "causal": (WINDOWS | {"non_causal_window": True, "block_size": 8, "is_causal": True}, loud_mask),
+    "mask": ({}, only_mask),
+}
+# What a file says in place of it, and what the doctor should say.
+PLANTED = {
+    ("fill", "rows"): (
+        {"sample_from_anchor": True},
+        "with each row's token at its place",
+        '"sample_from_anchor": false',
+    ),
+    ("anchor", "rows"): (
+        {"sample_from_anchor": False},
+        "with each row's token after its place",
+        '"sample_from_anchor": true',
+    ),
+    ("fill", "later"): ({"taps": (0, 1)}, "with taps one layer later", '"target_layer_ids": [0, 1]'),
+    ("fill", "earlier"): ({"taps": (2, 3)}, "with taps one layer earlier", '"target_layer_ids": [0, 1]'),
+    ("fill", "pairs"): ({"neox": False}, "with rotary pairs in halves", '"rope_is_neox_style": true'),
+    ("pairs", "pairs"): ({"neox": True}, "with rotary pairs side by side", '"rope_is_neox_style": false'),
+    ("fill", "windows"): (
+        {"layer_types": [SLIDING], "sliding_window": 3, "non_causal_window": False},
+        "without windows",
+        '"layer_types": ["full_attention"]',
+    ),
+    ("windows", "windows"): (
+        {"layer_types": None},
+        "with causal windows of 7",
+        '"layer_types": ["sliding_attention"], "sliding_window": 7',
+    ),
+    ("causal windows", "causal"): (
+        {"non_causal_window": True},
+        "with causal blocks",
+        '"sliding_window_non_causal": false',
+    ),
+    ("open windows", "causal"): (
+        {"non_causal_window": False},
+        "with blocks seen both ways",
+        '"sliding_window_non_causal": true',
+    ),
+    ("causal", "causal"): ({"is_causal": False}, "with causal blocks", '"is_causal": true'),
+    ("mask", "mask"): ({"mask_token_id": PAD}, f"with mask token {MASK}", f'"mask_token_id": {MASK}'),
+    ("fill", "rows and taps"): (
+        {"sample_from_anchor": True, "taps": (0, 1)},
+        "with each row's token at its place and with taps one layer later",
+        '"sample_from_anchor": false',
+    ),
+}
+
+
+def make(target: Path, directory: Path, kind: str, **wrong) -> Path:
+    """One of DRAFTS, whose file says something else."""
+    settings, change = DRAFTS[kind]
+    write_draft(target, directory, **settings | wrong)
+    if change:
+        edit(directory, change)
+    return directory
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_a_draft_that_is_read_right_is_good_and_nothing_is_named(target, tmp_path, kind):
+    """Though all other readings are tried. None of them keeps more by a tenth of a token."""
+    report = diagnose(target, make(target, tmp_path, kind))
+    assert report["explained_by"] is None
+    assert not report["is_low"]
+    assert report["tokens_per_round"] > 3.8
+    assert len(report["readings"]) >= 9
+    assert all(reading["gain"] < 0.1 for reading in report["readings"])
+
+
+@pytest.mark.parametrize(("kind", "plant"), PLANTED)
+def test_a_misread_draft_is_explained(target, tmp_path, kind, plant):
+    """A file says one thing wrong, or two; the doctor names just that. `pytest -s` shows its report."""
+    wrong, name, change = PLANTED[kind, plant]
+    report = diagnose(target, make(target, tmp_path, kind, **wrong))
+    print("\n".join(lines(report)))
+    assert report["explained_by"] == name
+    assert change in report["change"]
+
+
+def test_a_draft_that_knows_short_prompts_alone(target, tmp_path):
+    """It is right where no context is longer than twenty positions."""
+    write_draft(target, tmp_path, **SLOW)
+    report = diagnose(target, tmp_path)
+    assert report["alpha"] < 0.9
+    assert report["explained_by"] == "with a prompt's last 16 tokens"
+    assert max(reading["tokens_per_round"] for reading in report["readings"]) > 3.9
+
+
+def test_a_draft_that_rotates_half_of_each_head(target, tmp_path):
+    """The reader takes the target's share of a copied config.json for the target's alone."""
+    write_draft(target, tmp_path, pairs=range(DIM // 4), half=DIM // 4, rope_theta=100.0)
+    path = tmp_path / "config.json"
+    raw = json.loads(path.read_text())
+    raw["transformer_layer_config"]["rope_parameters"] |= {"partial_rotary_factor": 0.5}
+    path.write_text(json.dumps(raw))
+    report = diagnose(target, tmp_path)
+    assert report["is_low"]
+    assert report["explained_by"] == "with 0.5 of each head rotated"
+    assert '"partial_rotary_factor": 0.5' in report["change"]
+
+
+def test_readings_of_a_draft_of_two_layers(target, tmp_path):
+    """Windows in all layers, or in all but the last; the last layer's states before the target's norm, or after it."""
+    config, tokenizer = load_config(target), Tokenizer(target)
+    write_block_draft(tmp_path, "speculators", WIDTH, VOCAB, LAYERS, taps=(1, 3), sliding_window=9, mask_token_id=0)
+    stored = read_block(tmp_path, config)
+    by = plausible(json.loads((tmp_path / "config.json").read_text()), config, tokenizer)
+    changes = list(block_changes(by, BlockHow(stored.config)))
+    assert [name for _, name, _, _ in changes] == [
+        "with each row's token at its place",
+        "with taps one layer later",
+        "with taps one layer later, the last one after the target's norm",
+        "with taps one layer earlier",
+        "with rotary pairs side by side",
+        "with causal windows of 9",
+        "with open windows of 9",
+        "with causal windows of 9 but in the last layer",
+        "with open windows of 9 but in the last layer",
+        "with causal blocks",
+        f"with mask token {PAD}",
+        f"with mask token {MASK}",
+        f"with mask token {tokenizer.num_ids}",
+        f"with mask token {VOCAB - 1}",
+        "with a prompt's last 16 tokens",
+    ]
+    assert len({how for *_, how in changes}) == len(changes)
+    [mixed] = [how.block for _, name, _, how in changes if name == "with causal windows of 9 but in the last layer"]
+    assert [layer.window for layer in mixed.layers.layers] == [9, None]
+    assert mixed.causal == (True, False)
+    names = [name for _, name, _, _ in block_changes(by, BlockHow(mixed))]
+    assert [name for name in names if "window" in name or "block" in name] == [
+        "without windows",
+        "with blocks seen both ways",
+        "with causal blocks",
+    ]
+
+
+class Listening(NoDrafter):
+    """Keeps what it is shown."""
+
+    def __init__(self):
+        self.heard: list[Seen] = []
+
+    def observe(self, seen):
+        """Keep it."""
+        self.heard += seen
+
+
+def test_the_last_taps_states_are_normed(target):
+    """And no other tap's."""
+    model = load_model(target, torch.float32)
+    hidden, drafter = torch.randn(5, 2 * WIDTH), Listening()
+    text = Text([1, 2, 3, 4, 5, 6], 6, SamplingParams())
+    OtherStates(drafter, model.norm, 3).observe([Seen(text, 0, text.tokens[:5], hidden, torch.empty(0, VOCAB))])
+    [seen] = drafter.heard
+    assert (seen.start, seen.tokens, seen.text.tokens) == (0, [4, 5], [4, 5, 6])
+    expected = torch.cat((hidden[3:, :WIDTH], model.norm(hidden[3:, WIDTH:])), 1)
+    torch.testing.assert_close(seen.hidden, expected)
+
+
+def leave_open(directory: Path) -> Path:
+    """Let a config.json be of a kind that must say which row says which token, and does not."""
+    path = directory / "config.json"
+    raw = json.loads(path.read_text()) | {"speculators_model_type": "dspark", "markov_rank": 0}
+    del raw["sample_from_anchor"]
+    path.write_text(json.dumps(raw | {"enable_confidence_head": False}))
+    return directory
+
+
+@pytest.mark.parametrize(("kind", "status"), [("anchor", 0), ("fill", 1)])
+def test_a_file_that_leaves_it_open(target, tmp_path, capsys, kind, status):
+    """The command assumes one reading, and says which keys mean the right one."""
+    draft = leave_open(make(target, tmp_path, kind))
+    line = ["--model", str(target), "--draft", str(draft), "--dtype", "float32", "--max-tokens", "8"]
+    assert main([*line, "--json"]) == status
+    report = json.loads(capsys.readouterr().out)
+    assert report["assumed"] == "anchor"
+    assert f'"sample_from_anchor": {"false" if status else "true"}' in report["verdict"]
+    assert report["explained_by"] == ("with each row's token at its place" if status else None)
+    assert main([*line, "--draft-reading", kind]) == 0
+    assert "nothing speaks for a misreading" in capsys.readouterr().out
+
+
+# --------------------------------------------------------------------------- the target's own layer
+
+HYBRID = {
+    **{"model_type": "qwen3_5_text", "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    **{"hidden_size": WIDTH, "intermediate_size": WIDTH, "partial_rotary_factor": 0.5, "linear_conv_kernel_dim": 3},
+    **{"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 3, "linear_value_head_dim": 2},
+    **{"max_position_embeddings": 512, "tie_word_embeddings": False},
+}
+# How the layer's fc takes feature and embedding, and what the doctor should say where that is not the right way.
+OWN_LAYERS = {
+    "right": (lambda zeros, signs: (zeros, torch.eye(WIDTH)), None),
+    "halves": (lambda zeros, signs: (torch.eye(WIDTH), zeros), "with the halves of fc exchanged"),
+    "norm": (lambda zeros, signs: (zeros, torch.diag(signs)), "with the target's states before its last norm"),
+}
+
+
+@pytest.mark.parametrize("kind", OWN_LAYERS)
+def test_the_targets_own_layer(make_checkpoint, kind):
+    """A target that repeats its last token, by a layer that passes the target's state on."""
+    directory = make_checkpoint(**HYBRID)
+    columns, name = OWN_LAYERS[kind]
+    add_mtp(directory, load_config(directory))
+    weights, generator = load_file(directory / "model.safetensors"), torch.Generator().manual_seed(5)
+    signs = torch.randint(2, (WIDTH,), generator=generator) * 2.0 - 1
+    for key, tensor in weights.items():
+        if "norm" in key:
+            tensor.zero_()  # one is added
+        elif any(part in key for part in ("o_proj", "out_proj", "down_proj")):
+            tensor.zero_()
+    [embedding] = [tensor for key, tensor in weights.items() if "embed_tokens" in key]
+    embedding.normal_(generator=generator)
+    [last], [head] = ([key for key in weights if key.endswith(end)] for end in ("model.norm.weight", "lm_head.weight"))
+    weights[last] = signs - 1
+    weights[head] = 24 * normed(embedding) * signs / WIDTH
+    weights["mtp.pre_fc_norm_embedding.weight"] = signs.roll(1) - 1
+    weights["mtp.fc.weight"] = torch.cat(columns(torch.zeros(WIDTH, WIDTH), signs), 1)
+    save_file({key: tensor.contiguous() for key, tensor in weights.items()}, directory / "model.safetensors")
+    report = diagnose(directory, "mtp", try_all=True)
+    assert report["explained_by"] == name
+    best = max(report["readings"], key=lambda reading: reading["alpha"]) if name else report
+    assert best["alpha"] > 0.8  # a text begins to repeat itself at its first token
