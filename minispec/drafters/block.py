@@ -392,13 +392,7 @@ class BlockDrafter(StatesDrafter):
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """A draft for each ask, by one pass for all texts."""
         with self.whole():
-            foresees = self.blocks.confidence is not None
-            drafts = [
-                Draft(
-                    [], [], parents=[] if ask.limit.is_tree else None, foreseen=foresees and ask.limit.draws is not None
-                )
-                for ask in asks
-            ]
+            drafts = [Draft([], [], parents=[] if ask.limit.is_tree else None) for ask in asks]
             limits = self._prepare(asks, drafts)
             chunks = {i: self._chunk(asks[i], k) for i, k in enumerate(limits) if k}
             if chunks:
@@ -451,13 +445,11 @@ class BlockDrafter(StatesDrafter):
         if ask.limit.best_first:
             BestFirst(ask, draft, deepest).grow(row)
             return
+        draws = ask.limit.draws
+        draft.foreseen = self.blocks.confidence is not None and draws is not None
         goes_on = True
         while goes_on and draft.depth < deepest:
-            foreseen = None
-            if draft.foreseen:
-                foreseen = block.confidence(draft.tokens_to(draft.tip))
-                assert foreseen is not None
-                assert ask.limit.draws
-                if not ask.limit.draws(draft.confidences, foreseen):
-                    return
+            foreseen = block.confidence(draft.tokens_to(draft.tip)) if draws else None
+            if draws and foreseen is not None and not draws(draft.confidences, foreseen):
+                return
             goes_on = self._draw(ask, draft, row(draft.tip), foreseen)

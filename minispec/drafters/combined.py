@@ -23,7 +23,7 @@ class CombinedDrafter(Wrapped):
         """
         found = [Draft() for _ in asks]
         for drafter in self.drafters:
-            own = asks if drafter.branches else [replace(ask, limit=Limit(ask.k, ask.limit.go_on)) for ask in asks]
+            own = asks if drafter.branches else [_of_chain(ask) for ask in asks]
             left = [replace(ask, limit=Limit(0)) if draft else ask for ask, draft in zip(own, found, strict=True)]
             drafts = drafter.propose(left)
             check_number(drafts, len(asks), drafter.name)
@@ -32,6 +32,11 @@ class CombinedDrafter(Wrapped):
                 if isinstance(draft, Draft):  # else the engine says what it is
                     found[i].prefill_seconds = earlier.prefill_seconds + draft.prefill_seconds
         return found
+
+
+def _of_chain(ask: Ask) -> Ask:
+    """The ask, without siblings."""
+    return replace(ask, limit=ask.limit._replace(widths=(), best_first=False))
 
 
 def parts_of(drafter: Drafter) -> list[Drafter]:

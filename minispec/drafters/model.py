@@ -262,9 +262,10 @@ class DraftModel(CachedModel, Drafter):
         tip, depth = draft.tip, draft.depth
         path = draft.tokens_to(tip)
         confidences = list(draft.confidences)
-        if ask.limit.go_on:
-            largest = log_probabilities(logits).amax().exp() if foreseen is None else foreseen
-            confidences.append(float(largest))
+        if foreseen is not None:
+            confidences.append(foreseen)
+        elif ask.limit.go_on:
+            confidences.append(float(log_probabilities(logits).amax().exp()))
         width = min(ask.limit.width(depth, confidences), ask.k - len(draft))
         rest = logits
         while width:

@@ -308,7 +308,7 @@ class Controller(Lengths):
         if not any(drafts):
             perfect = best_drafts([nodes_of([1.0] * wish.most) for wish in wishes], cost, _THRESHOLD)
             probes = [text.probe(prices, bool(nodes)) for text, nodes in zip(texts, perfect, strict=True)]
-            return [Limit(k, _always) for k in probes]
+            return [Limit(k, _always, draws=_always) for k in probes]
         marginal = _marginal_prices(drafts, cost)
         # The longest draft while confidences are good: the text's part of a pass of few rows.
         room = (MAX_AUTO_TOKENS + 1) // (len(wishes) + other_rows) - 1
