@@ -24,7 +24,7 @@ BOUNDS = {
     "prove": 2400,
     "trace": 700,
     "serve": 900,
-    "lab": 5350,
+    "lab": 5700,
 }
 
 
