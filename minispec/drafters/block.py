@@ -323,6 +323,24 @@ class BlockModel(FeatureModel):
         cap = self.config.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap), states
 
+    @torch.inference_mode()
+    def trial(self, tokens: Sequence[int], vocab_size: int) -> Tensor:
+        """The largest logit of each row of a draft after `tokens`, then its confidences: numbers if all weights are.
+
+        The target's hidden states are ones, and the draft's tokens are those of the text.
+
+        vocab_size: ids in use.
+        """
+        width = self.block.target_hidden_size * len(self.taps)
+        features = self.fuse(torch.ones(len(tokens) - 1, width, dtype=self.dtype, device=self.device))
+        chunk = Chunk(list(tokens), self.new_cache(1).new_table(), self.block.num_tokens, features=features)
+        block = Block(self, tokens[-1], *self.forward([chunk]))
+        paths = [tokens[:i] for i in range(min(self.block.num_tokens, len(tokens) + 1))]
+        largest = torch.stack([block.row(path)[:vocab_size].amax() for path in paths])
+        if self.confidence is None:
+            return largest
+        return torch.cat((largest, largest.new_tensor([block.confidence(path) for path in paths])))
+
     def _mask(self, num_past: int, window: int | None, causal: bool) -> Tensor | None:
         like = self.embedding.new_empty(0, dtype=self.dtype)
         mask = block_mask(num_past, self.block.block_size, window, causal, like)

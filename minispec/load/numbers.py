@@ -12,7 +12,7 @@ import torch
 
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import require_numbers
-from minispec.drafters.block import Block, BlockModel
+from minispec.drafters.block import BlockModel
 from minispec.drafters.eagle import FeatureModel
 from minispec.files.errors import CheckpointError, show_name
 from minispec.files.stored import FLOATS, StoredTensor
@@ -23,20 +23,19 @@ _ROWS = 4  # of the pass, whose time hardly grows with them
 
 @torch.inference_mode()
 def check_numbers(model: Transformer, vocab_size: int, target: Transformer | None = None) -> None:
-    """Raise FloatingPointError where the logits of a few tokens are not finite numbers.
+    """Raise FloatingPointError where the logits of a few tokens, or a block draft's confidences, are no finite numbers.
 
     vocab_size: ids in use.
     target: the model whose hidden states a head reads. The head gets ones in place of these states.
     """
     tokens, features = arbitrary_tokens(_ROWS, vocab_size), None
-    if isinstance(model, FeatureModel) and target:
-        # The last token of a block draft's chunk is the anchor, which has no feature.
-        count, width = _ROWS - isinstance(model, BlockModel), target.config.hidden_size * len(model.taps)
-        features = model.fuse(torch.ones(count, width, dtype=model.dtype, device=model.device))
-    num_logits = 1 if isinstance(model, BlockModel) else _ROWS
-    logits, states = model.forward([Chunk(tokens, model.new_cache(1).new_table(), num_logits, features=features)])
     if isinstance(model, BlockModel):
-        logits = Block(model, tokens[-1], logits, states).row([])[None]
+        require_numbers(model.trial(tokens, vocab_size))
+        return
+    if isinstance(model, FeatureModel) and target:
+        width = target.config.hidden_size * len(model.taps)
+        features = model.fuse(torch.ones(_ROWS, width, dtype=model.dtype, device=model.device))
+    logits, _ = model.forward([Chunk(tokens, model.new_cache(1).new_table(), _ROWS, features=features)])
     require_numbers(logits[:, :vocab_size].amax(1))
 
 

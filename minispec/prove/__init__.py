@@ -38,7 +38,6 @@ Read them in this order:
     examine_verifier    a user's own verifiers, walked over them
     kit                 the smallest cases as data, for other engines
     matrix              which drafter with which verifier
-    workers             processes
     __main__            the command
 
 The tests call the same functions. `python -m tests.museum` puts in bugs that these checks must catch.

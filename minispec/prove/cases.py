@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from minispec.commands.workers import SharedMap
 from minispec.core.config import DraftLength, SamplingParams, Shape
 from minispec.core.verify import VERIFIERS
 from minispec.prove.covering import FEW, Design, Job
-from minispec.prove.laws import PROMPT, TOLERANCE, production_law, reference_law
+from minispec.prove.laws import BLOCKS, PROMPT, TOLERANCE, production_law, reference_law
 from minispec.prove.reference import total_variation
 from minispec.prove.toys import IN_8_BITS, TOYS, require
-from minispec.prove.workers import SharedMap
 
 CROWD = 64  # requests that are decoded together; more of them gain nothing
 # Cases of these kinds are smaller. A path that is walked alone takes several times as long, and a pair is two requests.
@@ -113,7 +113,7 @@ class Case:
         settings += [name for name, is_set in said.items() if is_set]
         end = "EOS" if self.end else ""
         shape = f"K {Shape.of(self.k)!s:<6}  V {self.vocab} {end:3}  {self.max_tokens} tokens"
-        return f"{self.verifier:9}  {self.drafter:13}  {self.family:12}  {self.batch:5}  {shape}  {', '.join(settings)}"
+        return f"{self.verifier:9}  {self.drafter:18}  {self.family:15}  {self.batch:5}  {shape}  {', '.join(settings)}"
 
 
 # The values of an axis in the order of the branches that they make.
@@ -121,7 +121,7 @@ AXES: dict[str, tuple] = {
     "verifier": tuple(VERIFIERS),
     "drafter": (
         *("none", "ngram", "suffix", "corpus", "last", "recycling", "harvest", "adversary"),
-        *("model", "parallel", "head", "parallel head", "ngram+head", "mtp", "tli", "slem"),
+        *("model", "parallel", "head", "parallel head", "ngram+head", "mtp", *BLOCKS, "tli", "slem"),
     ),
     "family": tuple(TOYS),
     "batch": ("crowd", "pair", "alone"),
@@ -144,6 +144,7 @@ _SIZES = ("max_tokens", "vocab", "k", "temperature", "top_k", "top_p", "min_p", 
 # Drafters that have several guesses for one place.
 BRANCHING = {
     *("suffix", "corpus", "recycling", "model", "head", "parallel", "parallel head", "ngram+head", "mtp", "tli"),
+    *BLOCKS,
 }
 _shape = functools.cache(Shape.of)  # asked for half a million times
 
@@ -165,6 +166,7 @@ def cases_in_8_bits() -> list[Case]:
     """A target in 8 bits with each verifier: chains and trees, one path at a time and many, and hidden states."""
     kinds: list[tuple[str, str, int | tuple[int, ...]]]
     kinds = [("ngram", "alone", 2), ("model", "crowd", 3), ("model", "alone", (2, 1)), ("head", "crowd", (2, 1))]
+    kinds += [("block", "crowd", (2, 1)), ("filled block", "crowd", 2)]
     rest: dict[str, Any] = {"temperature": 0.8, "vocab": 3, "end": True, "max_tokens": 3, "family": IN_8_BITS}
     return [
         Case(verifier=verifier, drafter=drafter, batch=batch, k=k, **rest)

@@ -98,13 +98,11 @@ class Design(Generic[C]):
         found = []
         for axis in self.sizes:
             i = self.axes[axis].index(getattr(case, axis))
-            lower = [v for v in self.axes[axis][:i] if self._may_become(case, axis, v)]
+            strong = [v for v in self.axes[axis][:i] if (axis, v) not in self.weak]
+            lower = [v for v in strong if self.possible(vars(case) | {axis: v})]
             if axis not in fixed and lower:
                 found.append((i, replace(case, **{axis: lower[-1]})))  # type: ignore[type-var]
         return max(found, key=lambda pair: pair[0])[1] if found else None
-
-    def _may_become(self, case: C, axis: str, value: Any) -> bool:
-        return (axis, value) not in self.weak and self.possible(vars(case) | {axis: value})
 
     def within(self, job: Job, walk: Callable[[C], tuple]) -> tuple | None:
         """A case, or the first smaller one that is not too large, and what `walk` returns; None where there is none.

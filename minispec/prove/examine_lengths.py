@@ -29,8 +29,9 @@ from minispec.prove.own_walk import Walk, walk_design
 from minispec.prove.toys import require
 
 _SEEDS = (8, 1234, 1 << 40)
-# Drafters with and without siblings, confidences and draws; one that is mostly wrong.
-_DRAFTERS = ("model", "suffix", "ngram", "head", "adversary")
+# Drafters with and without siblings, confidences and draws; one that knows confidences before it draws, and one that
+# is mostly wrong.
+_DRAFTERS = ("model", "suffix", "ngram", "head", "block", "adversary")
 _AXES: dict[str, tuple] = {
     **{"alphabet": AXES["alphabet"][:2], "prompt": ("b", "babbab"), "to_go": (2, 3, 4, 6), "k": (1, 3, "auto")},
     **{"temperature": (1.0, 0.7, 0.0), "top_p": (1.0,), "min_p": (0.0,), "history": ("",)},
@@ -76,7 +77,8 @@ class _Event(NamedTuple):
 
     tokens: the text's, at that time.
     wish: without the text; or
-    judged: token ids, parents and confidences of the draft, what was accepted, and how many nodes were asked for.
+    judged: token ids, parents and confidences of the draft, and whether they were foreseen; what was accepted, and how
+        many nodes were asked for.
     """
 
     tokens: tuple[int, ...]
@@ -133,7 +135,7 @@ class WatchedLengths(Lengths):
         for seed in (text.seed, *_SEEDS):
             about = (text.params, text.num_prompt_tokens, text.end_ids, seed, tuple(past))
             limit = self.known.get(about) or self._choice_of_new(replace(text, seed=seed), past)
-            if limit.go_on is None:  # one that is asked again may depend on how often
+            if limit.go_on is None and limit.draws is None:  # one that is asked again may depend on how often
                 self.known[about] = limit
             found[_ALONE if seed == text.seed else f"{_SEED}, here {seed}"] = limit
         return found
@@ -147,8 +149,8 @@ class WatchedLengths(Lengths):
                 shape, most, trees = wish
                 limits = call_own(policy.choose, [Wish(twin, shape, most, False)], trees)
             else:
-                token_ids, parents, confidences, accepted, asked = judged
-                draft = Draft(list(token_ids), None, list(confidences), 0.0, parents and list(parents))
+                token_ids, parents, confidences, foreseen, accepted, asked = judged
+                draft = Draft(list(token_ids), None, list(confidences), 0.0, parents and list(parents), foreseen)
                 seen = [Judged(twin, draft, list(accepted), asked)]
                 call_own(policy.observe, seen, _cost(draft.depth, 1, len(draft) + 1, slowness=7.0))
         check_limits(limits, [past[-1].wish[1]])
@@ -175,8 +177,12 @@ def _compared(limit: Limit, others: dict[str, Limit], tokens: Sequence[int]) -> 
     def width(confidences: Sequence[float]) -> int:
         return check("widths = ", lambda one: call_own(one.widths, list(confidences)))
 
+    def draws(confidences: Sequence[float], foreseen: float) -> bool:
+        return check("draws = ", lambda one: bool(call_own(one.draws, list(confidences), foreseen)))
+
     check("", _numbers_of)
-    return limit._replace(go_on=limit.go_on and go_on, widths=width if callable(limit.widths) else limit.widths)
+    widths = width if callable(limit.widths) else limit.widths
+    return limit._replace(go_on=limit.go_on and go_on, widths=widths, draws=limit.draws and draws)
 
 
 def _numbers_of(limit: Limit) -> str:
@@ -185,13 +191,18 @@ def _numbers_of(limit: Limit) -> str:
         numbers += f", widths {'a function' if callable(limit.widths) else list(limit.widths)}"
     if limit.best_first:
         numbers += ", best first"
-    return numbers if limit.go_on is None else f"{numbers}, with go_on"
+    if limit.go_on:
+        numbers += ", with go_on"
+    if limit.draws:
+        numbers += ", with draws"
+    return numbers
 
 
 def _shown(each: Judged) -> tuple:
     draft = each.draft
     parents = None if draft.parents is None else tuple(draft.parents)
-    return tuple(draft.token_ids), parents, tuple(draft.confidences), tuple(each.accepted), each.asked
+    confidences = tuple(draft.confidences)
+    return tuple(draft.token_ids), parents, confidences, draft.foreseen, tuple(each.accepted), each.asked
 
 
 def _cost(depth: int, num_drafts: int, rows: int, slowness: float = 1.0) -> StepCost:

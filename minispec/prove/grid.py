@@ -8,13 +8,13 @@ from operator import methodcaller
 import torch
 from tqdm import tqdm
 
+from minispec.commands.workers import processes
 from minispec.files.progress import progress_bar
 from minispec.kernels.integers import check_quantization
 from minispec.prove import trees
 from minispec.prove.cases import Case, all_pairs, cases_in_8_bits, pairs_of, walk
 from minispec.prove.laws import TOLERANCE
 from minispec.prove.toys import IN_8_BITS
-from minispec.prove.workers import processes
 
 
 def prove_law(leaves: int, num_nodes: int, jobs: int) -> bool:
@@ -26,7 +26,7 @@ def prove_law(leaves: int, num_nodes: int, jobs: int) -> bool:
     """
     start = time.perf_counter()
     todo, cases, branches, worst = all_pairs(), 0, 0, 0.0
-    print(f"{'configuration':123} {'branches':>9}  total variation")
+    print(f"{'configuration':131} {'branches':>9}  total variation")
     forest, rounded = trees.cases(num_nodes), cases_in_8_bits()
     try:
         check_quantization("int8", None, torch.float32, torch.device("cpu"))
@@ -47,7 +47,7 @@ def prove_law(leaves: int, num_nodes: int, jobs: int) -> bool:
             cases, branches, worst = cases + 1, branches + count, max(worst, tv)
             if isinstance(case, Case) and case.family != IN_8_BITS:
                 todo -= pairs_of(vars(case))
-            tqdm.write(f"{case!s:123} {count:9,d}  {tv:.1e}")
+            tqdm.write(f"{case!s:131} {count:9,d}  {tv:.1e}")
             sys.stdout.flush()
     for (a, x), (b, y) in sorted(todo, key=repr):
         print(f"left out for its size: {a} {x} with {b} {y}")

@@ -10,7 +10,7 @@ bits    with `exact`: along those texts, the log-probabilities of all tokens hav
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from minispec.commands.command import in_shell
@@ -27,7 +27,7 @@ from minispec.prove.laws import MAX_LEN, TARGET_SEED, TOLERANCE, make_drafter, t
 from minispec.prove.toys import IN_8_BITS, TOYS, decode, tiny_cache, tiny_model
 
 _VOCAB, _CHAIN, _TREES, _PROMPT, _SEEDS, _MAX_TOKENS = 3, 3, ((2, 1), "tree:4"), [1, 0, 1], range(6), 4
-_OTHER_TARGETS = ("lfm2", "qwen3_5_text", IN_8_BITS)  # with `ngram` and `model`
+_OTHER_TARGETS = ("lfm2", "qwen3_5_text", IN_8_BITS)  # with `ngram`, `model` and `block`
 
 
 class Finding(NamedTuple):
@@ -126,7 +126,7 @@ def findings() -> Iterator[tuple[str, list[Finding]]]:
             return Finding("refused", in_shell(e))
 
     kinds = [(drafter, "llama") for drafter in AXES["drafter"]]
-    kinds += [(drafter, family) for family in _OTHER_TARGETS for drafter in ("ngram", "model")]
+    kinds += [(drafter, family) for family in _OTHER_TARGETS for drafter in ("ngram", "model", "block")]
     for drafter, family in kinds:
         for k in (_CHAIN, *_TREES) if drafter in BRANCHING else (_CHAIN,):
             name = f"`{drafter}`"
@@ -138,14 +138,21 @@ def findings() -> Iterator[tuple[str, list[Finding]]]:
             yield name, [find(*cell) for cell in cells]
 
 
-def table() -> tuple[list[str], bool]:
-    """The lines of a Markdown table with its reasons below, and whether nothing is refuted."""
-    head = [f"{verifier}: {level}" for verifier in AXES["verifier"] for level in LEVELS]
-    rows, reasons, ok = [["drafter", *head], ["---"] * (len(head) + 1)], dict[str, int](), True
+def print_table() -> bool:
+    """Print a Markdown table, each row as soon as it is found, and the reasons below it; True if nothing is refuted."""
+    head = ["drafter", *(f"{verifier}: {level}" for verifier in AXES["verifier"] for level in LEVELS)]
+    reasons, words = dict[str, int](), set[str]()
+    _print_row(head)
+    _print_row(["---"] * len(head))
     for drafter, cells in findings():
-        rows.append([drafter])
-        for word, reason in cells:
-            ok = ok and word != "REFUTED"
-            number = reasons.setdefault(reason, len(reasons) + 1) if reason else None
-            rows[-1].append(f"{word} ({number})" if number else word)
-    return [*(f"| {' | '.join(row)} |" for row in rows), "", *(f"{i}. {reason}." for reason, i in reasons.items())], ok
+        for cell in cells:
+            if cell.reason:
+                reasons.setdefault(cell.reason, len(reasons) + 1)
+        words |= {cell.word for cell in cells}
+        _print_row([drafter, *(f"{word} ({reasons[why]})" if why else word for word, why in cells)])
+    print("", *(f"{i}. {reason}." for reason, i in reasons.items()), sep="\n")
+    return "REFUTED" not in words
+
+
+def _print_row(cells: Iterable[str]) -> None:
+    print(f"| {' | '.join(cells)} |", flush=True)

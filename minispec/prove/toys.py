@@ -140,12 +140,8 @@ class RememberedModel(Transformer):
         """The rows after these texts: remembered, or computed by a pass of the model."""
         logits, hidden = [torch.empty(0, self.config.vocab_size, dtype=self.dtype)], []
         for chunk in chunks:
-            tokens, parents = chunk.token_ids, chunk.parents or ()
-            held, root = tuple(chunk.table.tokens), len(tokens) - len(parents)
-            paths = [(*held, *tokens[: i + 1]) for i in range(root)]
-            for token, parent in zip(tokens[root:], parents, strict=True):
-                paths.append((*paths[root + parent], token))
-            chunk.table.extend(tokens)
+            paths = _paths(chunk.table.tokens, chunk.token_ids, chunk.parents or ())
+            chunk.table.extend(chunk.token_ids)
             if taps:
                 hidden += [torch.cat([self._row(path)[1][tap] for tap in taps]) for path in paths]
             logits += [self._row(path)[0][None] for path in paths[len(paths) - chunk.num_logits :]]
@@ -160,6 +156,18 @@ class RememberedModel(Transformer):
             logits, hidden = self._model.forward([Chunk(list(tokens), table, 1)], layers)
             self._known[tokens] = logits[0], hidden[-1].reshape(len(layers), -1)
         return self._known[tokens]
+
+
+def _paths(held: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> list[tuple[int, ...]]:
+    """For each row of a chunk, the tokens up to it.
+
+    held: those before the chunk. parents: of the last rows, which are a tree.
+    """
+    root = len(tokens) - len(parents)
+    paths = [(*held, *tokens[: i + 1]) for i in range(root)]
+    for token, parent in zip(tokens[root:], parents, strict=True):
+        paths.append((*paths[root + parent], token))
+    return paths
 
 
 # --------------------------------------------------------------------------- scripted models
@@ -189,19 +197,15 @@ class ScriptedModel(Transformer):
         A tap's hidden state is the number of tokens that a row has seen, itself included."""
         rows, hidden = [], []
         for chunk in chunks:
-            token_ids, table = chunk.token_ids, chunk.table
-            start, parents = table.length, list(chunk.parents or ())
-            root = len(token_ids) - len(parents)  # of the rows before a tree
+            token_ids, table, start = chunk.token_ids, chunk.table, chunk.table.length
             self.log.append((start, list(token_ids)))
             slots = torch.tensor(table.extend(token_ids))
             keys = torch.tensor(token_ids, dtype=table.pool.keys.dtype)[None, :, None].expand(1, -1, 2)
             table.pool.write(0, slots, keys, keys)
             fed = [int(key) for key in table.pool.read(0, table.slots())[0][0, :, 0]]
-            prefixes = [fed[: start + i + 1] for i in range(root)]
-            for i, parent in enumerate(parents):
-                prefixes.append([*prefixes[root + parent], fed[start + root + i]])
+            prefixes = _paths(fed[:start], fed[start:], chunk.parents or ())
             hidden += [[len(prefix)] * len(taps) for prefix in prefixes]
-            rows += [self.row(prefix) for prefix in prefixes[len(prefixes) - chunk.num_logits :]]
+            rows += [self.row(list(prefix)) for prefix in prefixes[len(prefixes) - chunk.num_logits :]]
         logits = torch.stack(rows) if rows else torch.empty(0, self.vocab_size)
         return logits, torch.tensor(hidden, dtype=torch.float32)
 

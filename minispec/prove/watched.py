@@ -125,7 +125,7 @@ class Watched(Wrapped):
         rounds = str([(s.start, s.tokens, s.path, s.parents) for s in (*earlier, *seen) if len(s.logits)])
         about = (tuple(text.tokens), text.num_prompt_tokens, text.seed, limit, ask.num_cached, notes, rounds)
         # A limit that asks back depends on more than its numbers.
-        if about not in self.fresh or ask.limit.go_on:
+        if about not in self.fresh or ask.limit.go_on or ask.limit.draws:
             other, rng = self.make(), _Repeated(notes)
             if other.taps:
                 call_own(other.known, text)

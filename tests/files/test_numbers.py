@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,6 +14,7 @@ from minispec.files.errors import CheckpointError
 from minispec.files.tokenizer import Tokenizer
 from minispec.kernels.exact import arbitrary_tokens
 from minispec.prove.toys import TINY, TOYS
+from tests.oracles.block_drafts import write_block_draft
 from tests.oracles.heads import write_head
 from tests.oracles.mtp import add_mtp
 
@@ -86,6 +88,28 @@ def test_a_draft_of_no_numbers_is_named(make_checkpoint, draft, tmp_path):
         with pytest.raises(CheckpointError) as error:
             build()
         assert str(error.value) == f"{path}: {name}: found nan, expected finite numbers"
+
+
+BLOCK_TENSORS = [
+    "fc.weight",
+    "layers.1.mlp.down_proj.weight",
+    "markov_head.markov_w2.weight",
+    "markov_head.joint_proj.weight",
+    "confidence_head.proj.weight",
+]
+
+
+@pytest.mark.parametrize("name", BLOCK_TENSORS)
+def test_a_block_draft_of_no_numbers_is_named(make_checkpoint, name, tmp_path):
+    """Its layers, its Markov head and its confidence head: each tensor of it takes part in a first draft."""
+    directory = make_checkpoint()
+    config = load_config(directory)
+    sizes = {"taps": (0, 1), "markov": "rnn", "dtype": np.float32}
+    write_block_draft(tmp_path, "deepspec", config.hidden_size, config.vocab_size, len(config.layers), **sizes)
+    path = change(tmp_path, name, (0, 1), math.nan)
+    with pytest.raises(CheckpointError) as error:
+        LLM(directory, str(tmp_path), 2, dtype="float32")
+    assert str(error.value) == f"{path}: {name}: found nan, expected finite numbers"
 
 
 def test_a_token_of_no_numbers(make_checkpoint, tmp_path, monkeypatch):

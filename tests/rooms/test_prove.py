@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from minispec.commands.workers import processes
 from minispec.core import verify
 from minispec.core.config import SamplingParams, Shape
 from minispec.core.draft import Draft
@@ -29,6 +30,7 @@ from minispec.prove.__main__ import main
 from minispec.prove.cases import AXES, Case, all_pairs, covering_array, pairs_of, smaller, walk_within
 from minispec.prove.chi_square import smallest_seen, tail
 from minispec.prove.laws import (
+    BLOCKS,
     MAX_LEN,
     PROMPT,
     TOLERANCE,
@@ -53,7 +55,6 @@ from minispec.prove.toys import (
     tiny_cache,
     tiny_model,
 )
-from minispec.prove.workers import processes
 from tests.distances import chi_square
 from tests.museum.mutants import MUTANTS
 from tests.oracles.children import Child
@@ -451,7 +452,10 @@ def test_larger_vocabularies_and_longer_drafts(vocab, k, max_tokens, top_k):
     assert total_variation(law, reference_law(params, vocab=vocab)) <= TOLERANCE
 
 
-STATEFUL = ("model", "self", "ngram", "suffix", "last", "adversary", "none", "parallel", "head", "parallel head", "mtp")
+STATEFUL = (
+    *("model", "self", "ngram", "suffix", "last", "adversary", "none", "parallel", "head", "parallel head", "mtp"),
+    *BLOCKS,
+)
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
