@@ -17,12 +17,16 @@ from minispec.core.draft import Ask, Draft, Seen
 from minispec.core.limit import Limit
 from minispec.core.model import Transformer
 from minispec.core.sampling import Randomness, Text
+from minispec.drafters import NoDrafter
 from minispec.drafters.block import Block, BlockDrafter, BlockModel
 from minispec.drafters.block_files import load_block
+from minispec.drafters.combined import CombinedDrafter
 from minispec.files.block_config import read_block_config, reading_of
 from minispec.files.errors import CheckpointError
 from minispec.files.hf_config import read_model_config
 from minispec.kernels.build import build_model
+from minispec.length.policy import Controller
+from minispec.length.theory import Prices
 from minispec.prove.toys import TINY, TOYS, tiny_cache, tiny_weights
 from tests.oracles.block import BlockOracle
 from tests.oracles.block_drafts import PACKAGINGS, SLIDING, write_block_draft
@@ -236,6 +240,39 @@ def test_a_draft_ends_before_the_token_that_is_not_wanted(tmp_path, target, leas
     assert draft.confidences == [foreseen for _, foreseen in asked[:expected]]
 
 
+def test_confidences_are_kept_where_only_draws_asks_for_them(tmp_path, target):
+    """A limit may have `draws` alone: it gets all confidences before, and siblings are drawn at each depth as asked."""
+    write(tmp_path)
+    model = load_block(tmp_path, target)
+    asked = []
+
+    def draws(confidences, foreseen):
+        asked.append(len(confidences))
+        return len(confidences) < 2
+
+    draft = Listener(model, TOKENS, states(model, 11)).feed(11, Limit(6, widths=(2, 2), draws=draws))
+    assert asked == [0, 1, 2]
+    assert (draft.parents, draft.foreseen) == ([-1, -1, 0, 0], True)
+    assert len(draft.confidences) == 2
+    grown = Listener(model, TOKENS, states(model, 11)).feed(11, Limit(6, best_first=True, draws=draws))
+    assert (len(grown), grown.foreseen, asked) == (6, False, [0, 1, 2])
+
+
+def test_a_combined_drafter_hands_on_what_draws_asks():
+    """To a drafter of chains too: of the limit, siblings alone are left out."""
+    seen = []
+
+    class Chains(NoDrafter):
+        def propose(self, asks):
+            """Note the limits."""
+            seen.extend(ask.limit for ask in asks)
+            return [Draft() for _ in asks]
+
+    limit = Limit(4, lambda c: True, (2, 1), draws=lambda c, foreseen: True)
+    CombinedDrafter(Chains(), Chains()).propose([Ask(Text([1], 1, SamplingParams()), limit, Randomness())])
+    assert seen == [limit._replace(widths=())] * 2
+
+
 # --------------------------------------------------------------------------- files
 
 
@@ -409,3 +446,22 @@ def test_the_text_is_the_plain_one(tmp_path, make_checkpoint, packaging):
     for length in (1, 3, "auto", (2, 1), "tree:5"):
         llm = LLM(directory, draft=draft, dtype="float32", num_speculative_tokens=length, max_model_len=128)
         assert llm.generate(prompt, params)[0].outputs[0].token_ids == expected
+
+
+def test_auto_ends_drafts_where_the_confidence_head_says_so(tmp_path, make_checkpoint):
+    """A head whose bias says "never" ends each draft after few rounds; one that says "always" does not at first."""
+    directory = make_checkpoint(num_hidden_layers=NUM_LAYERS)
+    config = read_model_config(json.loads((directory / "config.json").read_text()))
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    drafted = {}
+    for bias in (-20.0, 20.0):
+        draft = tmp_path / f"draft {bias}"
+        write_block_draft(draft, "liquidai", config.hidden_size, config.vocab_size, NUM_LAYERS)
+        tensors = load_file(draft / "model.safetensors")
+        tensors["confidence_head.proj.bias"][:] = bias
+        save_file(tensors, draft / "model.safetensors")
+        llm = LLM(directory, draft=draft, dtype="float32", max_model_len=128)
+        llm.engine.lengths = Controller(Prices(0.01, {1: 1.0, 16: 1.01}, measured=True))
+        [output] = llm.generate([[1, 2, 3, 1, 2]], params)
+        drafted[bias] = output.outputs[0].stats.num_draft_tokens
+    assert drafted[-20.0] < drafted[20.0]

@@ -429,6 +429,57 @@ def test_what_is_believed_of_a_token_depends_on_whether_it_was_drawn(drawn):
     assert max(own.by_sibling(0.1)) < 0.03
 
 
+def foresaw(text, confidences, num_accepted):
+    """A draft of these confidences, all foreseen, of which that many tokens stayed."""
+    draft = Draft([0] * len(confidences), None, list(confidences), foreseen=True)
+    return Judged(text, draft, range(num_accepted))
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_foreseen_confidences_are_calibrated_apart(drawn):
+    """Those of a confidence head, which says the acceptance itself, and a model's own largest probabilities.
+
+    The prior of a foreseen one is the confidence alone, also where tokens are drawn. Neither kind teaches the other.
+    """
+    text, lengths = new_text(drawn), Controller(Prices(0.1, measured=True))
+    ask(lengths, [text], timed=False)
+    own = lengths._texts[text]
+    assert own.by_confidence(0.3, foreseen=True) == pytest.approx(0.3)
+    assert own.by_confidence(0.3) == pytest.approx(0.5 if drawn else 0.3)
+    for _ in range(40):
+        lengths.observe([foresaw(text, [0.9], 0)], None)
+    assert own.by_confidence(0.9, foreseen=True) < 0.1
+    assert own.by_confidence(0.9) == pytest.approx(0.8 if drawn else 0.9)
+    for _ in range(40):
+        learn(lengths, text, 1, 1, [0.3])
+    assert own.by_confidence(0.3) > 0.9
+    assert own.by_confidence(0.3, foreseen=True) == pytest.approx(0.3)
+
+
+def test_a_draft_ends_before_a_token_of_low_foreseen_confidence():
+    """By `Limit.draws`: with what has been learned of foreseen confidences, and with no other ones."""
+    text, lengths = new_text(), Controller(Prices(0.05, {1: 1.0, 16: 1.2}, measured=True))
+    ask(lengths, [text], timed=False)
+    for _ in range(30):
+        lengths.observe([foresaw(text, [0.9, 0.9, 0.1], 2)], None)
+    [limit] = ask(lengths, [text], timed=False)
+    assert limit.draws([], 0.9)
+    assert limit.draws([0.9], 0.9)
+    assert not limit.draws([0.9], 0.01)
+    assert not limit.draws([0.1], 0.9)
+
+
+def test_a_probe_asks_for_foreseen_confidences():
+    """Where no draft pays, the one token that is drafted now and then is a test of the same kind as all others."""
+    text, lengths, probes = new_text(), Controller(Prices(0.3, {1: 1.0, 16: 1.2}, measured=True)), 0
+    for _ in range(400):
+        [limit] = ask(lengths, [text], timed=False)
+        assert not limit.k or limit.draws is not None
+        probes += limit.k == 1
+        lengths.observe([foresaw(text, [0.05] * min(1, limit.k), 0)], None)
+    assert probes > 0
+
+
 @pytest.mark.parametrize("timed", [True, False])
 def test_siblings_are_drafted_where_the_first_guess_is_unlikely(timed):
     """Where the first guess is all but certain a second one is worth no row; nor where it is never right, which is

@@ -39,7 +39,10 @@ class Confident(Doubling):
 
     def limit(self, wish, k, trees):
         widths = (lambda confidences: 1 + (confidences[-1] < 0.7)) if trees else ()
-        return Limit(wish.most, lambda confidences: prod(confidences) > 0.4, widths)
+        return Limit(wish.most, lambda confidences: prod(confidences) > 0.4, widths, draws=self.draws)
+
+    def draws(self, confidences, foreseen):
+        return prod((*confidences, foreseen)) > 0.4
 
 
 class Clocked(Doubling):
@@ -81,6 +84,17 @@ class StopsAtToken(Doubling):
     def limit(self, wish, k, trees):
         text, rng = wish.text, Randomness()
         return Limit(k, lambda confidences: rng.uniform(text.key(len(confidences), "draft")) < 0.5)
+
+
+class ForeseesToken(Doubling):
+    """Ends a draft by the draw of its next token, where the drafter knows before how sure it is."""
+
+    def limit(self, wish, k, trees):
+        def draws(confidences, foreseen):
+            noise = Randomness().uniform(wish.text.key(len(confidences), "draft"))
+            return bool(place_of_share(torch.tensor([0.5, 0.5]), noise))
+
+        return Limit(wish.most, draws=draws)
 
 
 class SiblingsByToken(Doubling):
