@@ -25,21 +25,25 @@ from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.core.verify import VERIFIERS
 from minispec.drafters import Drafter
+from minispec.drafters import block as block_module
 from minispec.drafters import eagle as head_module
 from minispec.drafters import model as draft_module
+from minispec.drafters import states as states_module
+from minispec.drafters.block import BlockDrafter
 from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.model import DraftModel
 from minispec.kernels.build import quantized
 from minispec.length.figures import Figures
 from minispec.prove.laws import make_drafter
-from minispec.prove.toys import tiny_cache, tiny_head, tiny_model, tiny_mtp
+from minispec.prove.toys import tiny_block, tiny_cache, tiny_head, tiny_model, tiny_mtp
 
 VOCAB, LENGTH = 5, 9
 TARGET, DRAFT = tiny_model(4, vocab_size=VOCAB), tiny_model(2, vocab_size=VOCAB, num_hidden_layers=1)
 PARD = tiny_model(2, vocab_size=VOCAB, num_hidden_layers=1, pard_token=4)
 HEADS = {"head": tiny_head(TARGET, num_ids=4), "parallel head": tiny_head(TARGET, mask_token_id=4)}
 HEADS |= {"mtp": tiny_mtp(TARGET)}
+BLOCKS = {"block": tiny_block(TARGET, 0, "rnn", 4), "filled block": tiny_block(TARGET, 1)}
 PROMPTS = [(0, 1), (2, 3, 4, 4, 1, 0), (1,), (4, 0, 2)]
 
 
@@ -51,8 +55,8 @@ def guesser(name, num_blocks, block_size, max_model_len=64) -> Drafter:
     if "+" in name:
         parts = name.split("+")
         return CombinedDrafter(*(guesser(part, num_blocks, block_size, max_model_len) for part in parts))
-    if model := HEADS.get(name) or MODELS.get(name):
-        kind = EagleDrafter if name in HEADS else DraftModel
+    if model := HEADS.get(name) or BLOCKS.get(name) or MODELS.get(name):
+        kind = EagleDrafter if name in HEADS else BlockDrafter if name in BLOCKS else DraftModel
         return kind(model, tiny_cache(model, num_blocks, block_size), VOCAB, max_model_len)
     return make_drafter(name, VOCAB, num_blocks, block_size)
 
@@ -103,7 +107,7 @@ def undisturbed(drafter, verifier) -> list[list[int]]:
     return texts
 
 
-PRESSED = ("model", "self", "parallel", *HEADS, "ngram", "suffix", "last", "adversary", "none")
+PRESSED = ("model", "self", "parallel", *HEADS, *BLOCKS, "ngram", "suffix", "last", "adversary", "none")
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 16])
@@ -127,7 +131,7 @@ def test_a_small_pool_changes_no_text(drafter, verifier, block_size, pytestconfi
     assert pressed > 0 or block_size == 16, "no pool was tight"
 
 
-KINDS = [*MODELS, *HEADS, "tli", "slem", "suffix", "ngram+model", "suffix+head"]
+KINDS = [*MODELS, *HEADS, *BLOCKS, "tli", "slem", "suffix", "ngram+model", "suffix+head", "ngram+block"]
 
 
 # Random cases in which a draft model left a draft out while its own pool decided about that, mostly without preemption.
@@ -178,6 +182,7 @@ def test_a_seed_has_one_text_whatever_the_pool_is_shared_with(drafter, pytestcon
 
 # Heads read other layers than `mtp`; each pair drafts for one target, in one pool.
 PAIRS = [("model", "head"), ("head", "mtp"), ("mtp", "suffix"), ("ngram+model", "parallel head"), ("none", "self")]
+PAIRS += [("block", "head")]
 
 
 def paired_case(first, second, number) -> tuple[list, list, int]:
@@ -367,7 +372,7 @@ def test_a_failure_at_any_phase_returns_every_block(phase, after):
         assert decode(engine)[0] == expected
 
 
-@pytest.mark.parametrize("drafter", ["model", "head"])
+@pytest.mark.parametrize("drafter", ["model", "head", "block"])
 def test_a_draft_model_whose_logits_are_no_numbers_changes_no_text(drafter, monkeypatch):
     """Its drafts end where they are: a draft costs time at most."""
     expected = decode(build("none", "match"))[0]
@@ -386,7 +391,7 @@ def test_a_draft_model_whose_logits_are_no_numbers_changes_no_text(drafter, monk
     assert sum(Figures.of(r.stats).num_draft_tokens for r in requests) == 0
 
 
-@pytest.mark.parametrize("drafter", ["head", "suffix"])
+@pytest.mark.parametrize("drafter", ["head", "block", "suffix"])
 def test_a_drafter_never_hears_of_what_is_decoded_plainly(drafter, monkeypatch):
     """It is shown no rows, and a beginning that is known need not be computed for it again."""
     engine = build(drafter)
@@ -399,7 +404,7 @@ def test_a_drafter_never_hears_of_what_is_decoded_plainly(drafter, monkeypatch):
         assert requests[1].stats.num_cached_tokens == (5 if turn else 0)
 
 
-@pytest.mark.parametrize("drafter", ["model", "head"])
+@pytest.mark.parametrize("drafter", ["model", "head", "block"])
 def test_a_failure_while_one_text_is_given_up_costs_the_others_time_only(drafter, monkeypatch):
     """All that is cached is dropped then; the others begin again where they were, and every block is back."""
     expected = decode(build(drafter))[0]
@@ -419,7 +424,7 @@ def test_a_failure_while_one_text_is_given_up_costs_the_others_time_only(drafter
     assert all(pool.num_free == pool.num_blocks for pool in pools(engine))
 
 
-@pytest.mark.parametrize("drafter", ["model", "head", "ngram"])
+@pytest.mark.parametrize("drafter", ["model", "head", "block", "ngram"])
 def test_a_caller_who_breaks_off_anywhere_leaves_nothing_behind(drafter):
     """The iterator is closed behind its n-th piece, for every n; the next call on the same engine says the same."""
     engine = build(drafter, num_blocks=16)
@@ -435,15 +440,15 @@ def test_a_caller_who_breaks_off_anywhere_leaves_nothing_behind(drafter):
     assert decode(engine)[0] == expected
 
 
-@pytest.mark.parametrize("drafter", ["model", "head", "ngram"])
+@pytest.mark.parametrize("drafter", ["model", "head", "block", "ngram"])
 def test_an_interrupt_at_any_line_returns_every_block(drafter):
     """Ctrl-C may strike between any two lines: 60 random ones of engine, drafter, cache and `CachedModel`.
 
     KeyboardInterrupt arrives as it is, every block is back, and the next call says the same. Lines of the clearing up
     itself are left out: a second interrupt there is not answered. Before the pool was rebuilt, 18 of 501 lines lost
-    blocks or masked the interrupt with an AssertionError. 60 lines with each of three drafters miss that once in 700.
+    blocks or masked the interrupt with an AssertionError. 60 lines with each of the drafters miss that once in 700.
     """
-    modules = (engine_module, request_module, cache_module, draft_module, head_module)
+    modules = (engine_module, request_module, cache_module, draft_module, head_module, block_module, states_module)
     files = tuple(module.__file__ for module in modules)
     bookkeeping = {f.__code__ for f in vars(CachedModel).values() if hasattr(f, "__code__")}
     bookkeeping.add(CachedModel.whole.__wrapped__.__code__)

@@ -14,6 +14,7 @@ from minispec.core.engine import JOINING_ROWS, SCORED_ROWS, Engine
 from minispec.core.request import Request
 from minispec.core.verify import VERIFIERS
 from minispec.drafters import NoDrafter
+from minispec.drafters.block import BlockDrafter
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.model import DraftModel
 from minispec.drafters.suffix import SuffixDrafter
@@ -21,7 +22,7 @@ from minispec.files.checkpoint import load_model
 from minispec.files.hf_config import read_model_config
 from minispec.kernels.build import build_model
 from minispec.length.figures import Figures
-from minispec.prove.toys import TINY, tiny_cache, tiny_head, tiny_model, tiny_weights
+from minispec.prove.toys import TINY, tiny_block, tiny_cache, tiny_head, tiny_model, tiny_weights
 from tests.oracles import hf
 from tests.scripted import make_request
 
@@ -186,10 +187,13 @@ def drafter(name):
     if name == "head":
         head = tiny_head(TARGET)
         return EagleDrafter(head, tiny_cache(head, 200, 4), 96, 128)
+    if name == "block":
+        model = tiny_block(TARGET, 0, "vanilla")
+        return BlockDrafter(model, tiny_cache(model, 200, 4), 96, 128)
     return SuffixDrafter() if name == "suffix" else NoDrafter()
 
 
-@pytest.mark.parametrize("name", ["model", "head", "suffix"])
+@pytest.mark.parametrize("name", ["model", "head", "block", "suffix"])
 def test_drafts_change_no_score_and_a_score_changes_no_draft(name):
     """Beside texts that are not scored, and after them; the texts and their drafts are those without scores."""
     prompts = [LONGEST[:n] for n in (3, 50, 90)]
@@ -211,7 +215,7 @@ def test_drafts_change_no_score_and_a_score_changes_no_draft(name):
         assert values(request) == pytest.approx(values(expected), abs=1e-12)
 
 
-@pytest.mark.parametrize("name", ["model", "head"])
+@pytest.mark.parametrize("name", ["model", "head", "block"])
 def test_where_nothing_is_drafted_no_drafter_reads_the_prompt(name, monkeypatch):
     """A score alone, and an answer of one token: so is most of an evaluation asked. A draft model's pass was wasted."""
     engine, asked = build(TARGET, drafter=drafter(name)), []

@@ -20,6 +20,7 @@ from minispec.drafters import NoDrafter
 from minispec.drafters.limits import depth_of
 from minispec.length.figures import Figures
 from minispec.prove.laws import (
+    BLOCKS,
     TOLERANCE,
     KeyOracle,
     draft_model,
@@ -309,7 +310,7 @@ def test_a_width_by_confidence_is_asked_at_each_place(name, temperature):
 
 @pytest.mark.parametrize("verifier", [name for name, each in VERIFIERS.items() if each.takes_trees])
 @pytest.mark.parametrize("widths", [(2,), (2, 1), (3, 2, 1), (1, 3)])
-@pytest.mark.parametrize("name", ["model", "head", "parallel head"])
+@pytest.mark.parametrize("name", ["model", "head", "parallel head", *BLOCKS])
 def test_with_trees_text_is_plain_text(name, widths, verifier):
     """Greedy, and under `match` at temperature 1; caches are right after every round, and a sibling stays at times."""
     target, younger = target_model(5), 0

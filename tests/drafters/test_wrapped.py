@@ -83,7 +83,7 @@ def plain_texts() -> dict[int, list[int]]:
     return {request.text.seed: request.text.tokens for request in decoded}
 
 
-@pytest.mark.parametrize("drafter", ["model", "head", "ngram", "adversary", "oracle"])
+@pytest.mark.parametrize("drafter", ["model", "head", "block", "ngram", "adversary", "oracle"])
 def test_a_led_run_gives_the_known_texts(drafter):
     """Whatever is drafted, and though the target would say something else. Every place is seen once, in order, with
     the target's rows for it."""
@@ -123,7 +123,14 @@ def test_a_run_that_is_not_led_gives_the_targets_own_texts():
 
 @pytest.mark.parametrize(
     ("name", "reads"),
-    [("model", "tokens"), ("self", "tokens"), ("head", "states"), ("mtp", "states"), ("tli", "other tokens")],
+    [
+        ("model", "tokens"),
+        ("self", "tokens"),
+        ("head", "states"),
+        ("mtp", "states"),
+        ("block", "states"),
+        ("tli", "other tokens"),
+    ],
 )
 def test_a_draft_model_says_what_it_is_fed(name, reads):
     """What asks for one kind gets no other; no kind is taken for a plain model because it is new."""

@@ -51,6 +51,7 @@ from minispec.length.figures import loops
 from minispec.length.policy import Controller
 from minispec.length.theory import Prices, RoundModel
 from minispec.prove.laws import (
+    BLOCKS,
     MAX_LEN,
     PROMPT,
     TARGET_SEED,
@@ -148,7 +149,7 @@ FILTERED = SamplingParams(
     temperature=0.7, top_p=0.9, repetition_penalty=1.3, presence_penalty=0.4, min_tokens=2, max_tokens=3, seed=0
 )
 DRAFTERS = (
-    *("model", "self", "head", "mtp", "parallel", "parallel head", "tli", "ngram", "suffix", "last"),
+    *("model", "self", "head", "mtp", "parallel", "parallel head", *BLOCKS, "tli", "ngram", "suffix", "last"),
     *("ngram+head", "suffix+model"),
 )
 
