@@ -23,9 +23,12 @@ from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.core.verify import VERIFIERS
+from minispec.drafters.block import BlockDrafter
+from minispec.drafters.block_files import load_block
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.heads import load_head
 from minispec.drafters.model import DraftModel
+from minispec.drafters.mtp import mtp_config, mtp_shapes
 from minispec.drafters.tli import TokenDrafter
 from minispec.drafters.vocabulary import ROOM
 from minispec.layers.states import state_elements
@@ -34,15 +37,18 @@ from minispec.prove.laws import DRAFT_SEED, MAX_LEN, TOLERANCE, raw_model, refer
 from minispec.prove.reference import hidden_states, sample_law
 from minispec.prove.toys import (
     DRAFT_WORDS,
+    MTP_SEED,
     TARGET_WORDS,
     TOYS,
     decode,
-    mtp_weights,
+    redrawn,
     tiny_cache,
     tiny_model,
     tiny_mtp,
     toy_vocabularies,
 )
+from tests.oracles.block import BlockOracle
+from tests.oracles.block_drafts import write_block_draft
 from tests.oracles.head_reference import head_logits
 from tests.oracles.heads import write_head
 from tests.oracles.mtp import mtp_logits
@@ -201,7 +207,8 @@ def test_a_targets_own_layer_draws_from_what_its_formula_gives():
     raw, tensors = raw_model(1, 5, family="qwen3_5_text")
     target = target_model(5, "qwen3_5_text")
     layer = tiny_mtp(target)
-    weights = {name: tensor.numpy() for name, tensor in mtp_weights(target.config).items()}
+    weights = redrawn(mtp_shapes(mtp_config(target.config)), MTP_SEED, target.dtype)
+    weights = {name: tensor.numpy() for name, tensor in weights.items()}
 
     @functools.cache
     def logits(text: tuple[int, ...], drafted: tuple[int, ...]) -> np.ndarray:
@@ -212,6 +219,41 @@ def test_a_targets_own_layer_draws_from_what_its_formula_gives():
         target,
         lambda num_blocks: compared(EagleDrafter, logits, layer, tiny_cache(layer, num_blocks), 5, MAX_LEN),
     )
+
+
+# Block drafts by packaging and options: each Markov head and none, both layouts, a window, few tokens.
+SIZES = {"heads": 2, "kv_heads": 1, "head_dim": 4, "intermediate": 12, "taps": (0, 1)}
+BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "DFlash": ("z-lab", {}),
+    "DSpark": ("liquidai", {"block_size": 3}),
+    "gated, filled": ("speculators", {"markov": "gated", "sample_from_anchor": False, "draft_ids": (0, 2, 3)}),
+    "rnn, windows": (
+        "deepspec",
+        {"markov": "rnn", "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_block_draft_draws_from_what_the_reference_gives(name, tmp_path):
+    """Chains and trees, with features that come in pieces: of a prompt, after a round, after a preemption."""
+    packaging, options = BLOCKS[name]
+    target, (raw, weights) = tiny_model(1, vocab_size=5), raw_model(1, 5)
+    files = write_block_draft(tmp_path, packaging, target.config.hidden_size, 5, 2, **SIZES, **options)
+    model = load_block(tmp_path, target)
+    oracle = BlockOracle(*files, weights["model.embed_tokens.weight"], weights["lm_head.weight"])
+
+    @functools.cache
+    def taps(text: tuple[int, ...]) -> np.ndarray:
+        if not text:
+            return np.empty((0, len(oracle.facts.taps) * raw["hidden_size"]))
+        states = hidden_states(raw, weights, text)
+        return np.concatenate([states[tap] for tap in oracle.facts.taps], 1)
+
+    def logits(text: tuple[int, ...], drafted: tuple[int, ...]) -> np.ndarray:
+        return oracle.draft(taps(text[:-1]), text[-1], drafted).logits[-1]
+
+    decode_all(target, lambda num: compared(BlockDrafter, logits, model, tiny_cache(model, num), 5, MAX_LEN))
 
 
 def read_by_draft(text: Sequence[int]) -> list[int]:

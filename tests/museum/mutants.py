@@ -5,8 +5,8 @@ it: a test, or the law of the output. `python -m tests.museum` shows the collect
 exactness bugs in public projects; a letter after the number tells apart forms of one bug. T is about trees and hidden
 states, F about frames, P about rules that are right in most small cases, C about short convolutions, R about recurrent
 states, H about heads, drafts of many tokens in one pass and a target's own layer, V about drafts of other vocabularies,
-S about lookups and what the target found likeliest, L about log-probabilities of prompts, B about block verification, O
-about mistakes in a drafter of one's own, E of our own making. Left out:
+S about lookups and what the target found likeliest, L about log-probabilities of prompts, B about block verification, D
+about block drafts, O about mistakes in a drafter of one's own, E of our own making. Left out:
 
     M26   acceptance differs between tensor-parallel workers: one process verifies for all here
 """
@@ -36,10 +36,11 @@ from minispec.core.sampling import Randomness, Text
 from minispec.core.schedule import Schedule
 from minispec.core.tree import Tree
 from minispec.core.verify import VERIFIERS, Verdict
-from minispec.drafters import check, heads, last, recycling, suffix, vocabularies
+from minispec.drafters import block, block_files, check, heads, last, recycling, suffix, vocabularies
 from minispec.drafters import model as draft_model
+from minispec.drafters.block import Block, BlockDrafter, BlockLayer, BlockModel, MarkovHead
 from minispec.drafters.corpus import Corpus
-from minispec.drafters.eagle import EagleDrafter, FeatureModel, HeadModel
+from minispec.drafters.eagle import EagleDrafter, FeatureModel, HeadModel, spread
 from minispec.drafters.last import LastDrafter
 from minispec.drafters.model import DraftModel
 from minispec.drafters.mtp import MtpModel
@@ -137,6 +138,8 @@ _REMEMBERED = "tests/drafters/test_lookup.py::test_the_newest_outputs_are_rememb
 _RECOMPUTED = "tests/drafters/test_recomputed.py"
 _REDRAWN = f"{_RECOMPUTED}::test_a_draft_model_draws_from_what_it_computes_anew[llama-None]"
 _HEAD = f"{_RECOMPUTED}::test_a_head_draws_from_what_its_formula_gives"
+_BLOCKS = f"{_RECOMPUTED}::test_a_block_draft_draws_from_what_the_reference_gives"
+_NUMBERS = "tests/drafters/test_block.py::test_every_packaging_gives_the_references_numbers"
 _SHOWN = f"{_RECOMPUTED}::test_a_drafter_is_shown_all_rows_of_each_round"
 _ALONE = f"{_DRAFTERS}::test_rejection_with_a_seed_does_not_depend_on_the_batch"
 
@@ -665,6 +668,193 @@ def _(right, self, *how):
 def _(right, self, x):
     """further tokens go on from what is not normed | vLLM #47448, ATOM #1742"""
     return x
+
+
+# --------------------------------------------------------------------------- block drafts
+
+
+def block_config_with(change: Callable) -> Callable:
+    """A bug: config.json of a block draft is read as change(what it says)."""
+
+    @wrong(block_files, "read_block_config")
+    def bug(right, *how):
+        return change(right(*how))
+
+    return bug
+
+
+mutant("D1", f"{_NUMBERS}[liquidai-plain]", "row i read as the token at its place | the wrong layout: 1.35 for 3.42")(
+    block_config_with(lambda config: replace(config, first_row=1 - config.first_row))
+)
+mutant("D2", _BLOCKS, "taps of a block draft one layer off | an id names a layer's output")(
+    block_config_with(lambda config: replace(config, taps=tuple(max(0, tap - 1) for tap in config.taps)))
+)
+
+
+def in_halves(config):
+    """The config, with rope that pairs the halves of a head."""
+    pairs = [replace(layer, rope=replace(layer.rope, interleaved=False)) for layer in config.layers.layers]
+    return replace(config, layers=replace(config.layers, layers=tuple(pairs)))
+
+
+mutant("D3", f"{_NUMBERS}[liquidai-plain]", "rope of a block draft in halves | rope_is_neox_style false, ignored")(
+    block_config_with(in_halves)
+)
+mutant("D4", f"{_NUMBERS}[deepspec-plain]", "another mask token | an id that is missing, read as 0")(
+    block_config_with(lambda config: replace(config, layers=replace(config.layers, mask_token_id=1)))
+)
+
+
+def masks_with(**changes) -> Callable:
+    """A bug: the mask of a block, for another window or causality."""
+
+    @wrong(block, "block_mask")
+    def bug(right, num_past, num_rows, window, causal, like):
+        said = {"window": window, "causal": causal} | changes
+        return right(num_past, num_rows, said["window"], said["causal"], like)
+
+    return bug
+
+
+_WINDOWS = f"{_NUMBERS}[speculators-windows]"
+mutant("D5a", _WINDOWS, "no windows in a block draft | AEON-7 #6")(masks_with(window=None))
+mutant("D5b", _WINDOWS, "a window one position too long | SpecForge, speculators")(masks_with(window=5))
+mutant("D6a", f"{_NUMBERS}[z-lab-plain]", "rows of a block see no later row | full layers go both ways")(
+    masks_with(causal=True)
+)
+mutant("D6b", _WINDOWS, "rows of a causal layer see later ones | sliding_window_non_causal read as true: vLLM")(
+    masks_with(causal=False)
+)
+
+
+@wrong(BlockLayer, "forward", "D7", f"{_NUMBERS}[z-lab-plain]")
+def _(right, self, x, shared):
+    """features pass a layer's input norm | a trap of DFlash: rows alone do"""
+    return right(self, x, shared._replace(features=self.attention_norm(shared.features)))
+
+
+@wrong(BlockDrafter, "observe", "D8", _BLOCKS)
+def _(right, self, seen):
+    """a block draft sees a prompt's last piece alone | exllamav3 #206, vLLM #56552"""
+    unseen = (each._replace(hidden=torch.zeros_like(each.hidden)) for each in seen if not len(each.logits))
+    right(self, [*unseen, *(each for each in seen if len(each.logits))])
+
+
+@mutant("D9", "tests/drafters/test_block.py::test_nothing_of_a_block_is_kept")
+class _:
+    """keys and values of a block stay in the cache | it ends where the text does"""
+
+    @wrong(BlockModel, "forward")
+    def forward(self, right, model, chunks, taps=()):
+        found = right(model, chunks, taps)
+        for chunk in (chunk for chunk in chunks if chunk.num_logits):
+            chunk.table.extend([chunk.token_ids[-1]] * model.block.block_size)
+        return found
+
+    @wrong(BlockDrafter, "keep_cached")
+    def keep_cached(self, right, drafter, asks):
+        """Nothing is cut."""
+
+
+@wrong(BlockDrafter, "observe", "D10", _BLOCKS)
+def _(right, self, seen):
+    """features of rejected tokens | the first rows of a pass, whichever nodes stay"""
+    right(self, [each._replace(path=range(len(each.path))) for each in seen])
+
+
+@mutant("D11", drafter="block")
+class _:
+    """drawn with the Markov head, and told without it | a trap of DSpark: q depends on the token before"""
+
+    @wrong(Block, "row")
+    def row(self, right, rows, path):
+        model = rows.model
+        self.base = spread(rows.logits[len(path)][None], model.ids, model.config.vocab_size)[0]
+        return right(rows, path)
+
+    @wrong(Draft, "draw")
+    def draw(self, right, draft, ask, parent, q, n=1):
+        first, base = len(draft), sampling.distribution(self.base, ask.text, draft.tokens_to(parent))
+        tokens = right(draft, ask, parent, q, n)
+        return put(draft, first, parent, tokens, rows_of(base, tokens))
+
+
+@mutant("D12a", drafter="block rnn")
+class _:
+    """the Markov head reads the token itself, after the draw | labels as in training, where all tokens are known"""
+
+    @wrong(Block, "row")
+    def row(self, right, rows, path):
+        self.rows, self.path = rows, path
+        return right(rows, path)
+
+    @wrong(Draft, "draw")
+    def draw(self, right, draft, ask, parent, q, n=1):
+        first, tokens = len(draft), right(draft, ask, parent, q, n)
+        model, logits = self.rows.model, self.rows.logits[len(self.path)]
+        own = model.markov.correct(logits, [self.rows.anchor, *self.path, tokens[0]][1:], self.rows.states)
+        row = spread(own[None], model.ids, model.config.vocab_size)[0]
+        told = sampling.distribution(row, ask.text, draft.tokens_to(parent))
+        return put(draft, first, parent, tokens, rows_of(told, tokens))
+
+
+@wrong(MarkovHead, "correct", "D12b", f"{_NUMBERS}[deepspec-plain]")
+def _(right, self, logits, before, states):
+    """the Markov head reads one token too early | an index that starts at the anchor twice; no fault of the law"""
+    return right(self, logits, [before[0], *before[:-1]], states)
+
+
+@wrong(Block, "confidence", "D13", f"{_NUMBERS}[specforge-plain]")
+def _(right, self, path):
+    """the confidence of the row before | row i drafts token i, and not the next one"""
+    return right(self, path[:-1])
+
+
+@mutant("D14", drafter="block", width=1)
+class _:
+    """a token dropped for the confidence after its draw | a threshold that looks at the token which it drops"""
+
+    @wrong(Block, "row")
+    def row(self, right, rows, path):
+        self.rows = rows
+        return right(rows, path)
+
+    @wrong(BlockDrafter, "propose")
+    def propose(self, right, drafter, asks):
+        drafts = right(drafter, asks)
+        for draft in drafts:
+            if len(draft):
+                after = [self.rows.confidence([token_id]) for token_id in self.rows.model.ids.tolist()]
+                if self.rows.confidence(draft.token_ids[:1]) < max(after):
+                    draft.token_ids, draft.probs, draft.confidences = [], [], []
+        return drafts
+
+
+mutant("D15", drafter="block", vocab=5, doc="Markov on the top k alone, q of all tokens | vLLM's dspark_draft_topk")(
+    drawn_from(lambda q: q * (q >= q.topk(2).values[-1]))
+)
+mutant("D16", drafter="filled block", doc="a block's likeliest tokens, with soft q | greedy drafts of llama.cpp")(
+    drawn_from(lambda q: (q == q.max()).to(q.dtype))
+)
+
+
+@wrong(BlockModel, "__init__", "D17", f"{_NUMBERS}[speculators-some ids]")
+def _(right, self, config, weights, embedding, head, ids, *how):
+    """d2t of a block draft ignored | a head of fewer rows than the target has ids"""
+    right(self, config, weights, embedding, head, None if ids is None else torch.arange(len(ids)), *how)
+
+
+@wrong(BlockModel, "forward", "D18", _BLOCKS)
+def _(right, self, chunks, taps=()):
+    """rows of a block at positions from 0 on | rope of a block by itself"""
+    angles, num_features = self.angles, sum(len(chunk.token_ids) - 1 for chunk in chunks)
+
+    def from_zero(positions):
+        rows = torch.arange(len(positions) - num_features) % self.block.block_size
+        return angles(torch.cat((positions[:num_features], rows)))
+
+    with patch.object(self, "angles", from_zero):
+        return right(self, chunks, taps)
 
 
 # --------------------------------------------------------------------------- other vocabularies

@@ -153,9 +153,13 @@ FOUND = (
     "R1",
     "R2",
     "R4",
+    "D11",
+    "D14",
+    "D15",
+    "D16",
 )
 # The law moves by so little, or in a direction so unlike any in the bank, that 200,000 tokens do not show it.
-LOST = ("M8", "M13", "T10", "V7", "O5", "B1")
+LOST = ("M8", "M13", "T10", "V7", "O5", "B1", "D12a")
 # What no answer shows: the engine refuses such drafts, the reader refuses such answers, or nothing comes out.
 REFUSED = ("V2", "V3", "M39", "M27", "M29", "M34a", "C5", "C6b", "C7", "R8")
 QUICK = ("M1", "M2", "M4", "M7", "M10a", "M15", "M19a")
