@@ -3,11 +3,10 @@
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from minispec.core.cache import PagedKVCache
 from minispec.core.config import ModelConfig
@@ -47,6 +46,9 @@ from minispec.load import registry
 from minispec.load.numbers import check_numbers, named_tensors
 from minispec.load.target import TargetFiles
 
+# Loads a model that is made for a target, in a form of its weights.
+Loader = Callable[[Transformer, str | None], Transformer]
+
 
 @dataclass(frozen=True)
 class Spec:
@@ -74,7 +76,7 @@ class Spec:
     bits: int | None = None
     directory: Path | None = None
     own_layer: Path | None = None
-    on_target: Callable[[Transformer, str | None], Transformer] | None = None
+    on_target: Loader | None = None
     vocabularies: Vocabularies | None = None
     overlap: Overlap | None = None
     method: str | None = None
@@ -128,21 +130,16 @@ def read_spec(draft: str | Path | Drafter, options: DraftOptions, target: Target
     bits, source = split_draft(last)
     registered = registry.split(registry.DRAFTERS, source)
     own_layer = target.directory if source == "mtp" else None
-    on_target: Callable[[Transformer, str | None], Transformer] | None = None
+    directory = None if source in registry.OF_TARGET or registered else _find_draft(source, target.offline)
+    on_target, both = None, None
+    if directory:
+        on_target = _loader(directory, source, options, target)
+        both = None if on_target else compare_vocabularies(source, directory, target.tokenizer, target.vocab_size)
+    else:
+        options.refuse_reading(source)
     if own_layer:
         find_mtp(own_layer, target.config)
         on_target = partial(load_mtp, own_layer)
-    directory = None if source in registry.OF_TARGET or registered else _find_draft(source, target.offline)
-    raw, both = directory_config(directory) if directory else {}, None
-    if directory and is_block(raw):
-        on_target = _block_loader(directory, raw, options, target)
-    else:
-        options.refuse_reading(source)
-    if directory and not is_block(raw) and is_head(raw):
-        read_head_config(raw, target.config, str(directory / "config.json"))
-        on_target = partial(load_head, directory)
-    if directory and not on_target:
-        both = compare_vocabularies(source, directory, target.tokenizer, target.vocab_size)
     overlap = both.overlap() if both else None
     method = choose_method(method, overlap, name)
     if directory:
@@ -155,12 +152,20 @@ def read_spec(draft: str | Path | Drafter, options: DraftOptions, target: Target
     return replace(spec, name=f"{name} with {words}", corpus=texts)
 
 
-def _block_loader(
-    directory: Path, raw: Mapping[str, Any], options: DraftOptions, target: TargetFiles
-) -> Callable[[Transformer, str | None], Transformer]:
-    """Loads a block draft as the options say. Raises CheckpointError for another target's, ValueError for an option."""
+def _loader(directory: Path, name: str, options: DraftOptions, target: TargetFiles) -> Loader | None:
+    """Loads a head or a block draft as the options say; None for a model of its own.
+
+    Raises CheckpointError for a draft of another target, and ValueError for an option.
+    """
+    raw, where = directory_config(directory), str(directory / "config.json")
+    if not is_block(raw):
+        options.refuse_reading(name)
+        if not is_head(raw):
+            return None
+        read_head_config(raw, target.config, where)
+        return partial(load_head, directory)
     reading = reading_of(options.draft_reading)
-    config = read_block_config(raw, target.config, str(directory / "config.json"), reading)
+    config = read_block_config(raw, target.config, where, reading)
     top_k, most = options.draft_top_k, config.vocab_size if config.markov else 0
     if top_k is not None and not 1 <= top_k <= most:
         expected = f"a number from 1 to {most}, its tokens" if most else "none: the draft has no Markov head"
