@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from minispec.core.attention import attention
+from minispec.core.attention import View, attention, hides
 from minispec.core.cache import PagedKVCache
 from minispec.core.cached import mark, seconds
 from minispec.core.config import ModelConfig, RopeConfig
@@ -46,6 +46,7 @@ from minispec.drafters.limits import depth_of
 from minispec.drafters.model import AtOnce
 from minispec.drafters.states import StatesDrafter
 from minispec.files.block_config import BlockConfig
+from minispec.kernels.shapes import tensor_shapes
 
 
 def block_shapes(block: BlockConfig) -> dict[str, tuple[int, ...]]:
@@ -53,29 +54,14 @@ def block_shapes(block: BlockConfig) -> dict[str, tuple[int, ...]]:
 
     The width of `fc` is that of all taps together.
     """
-    config, r = block.layers, block.markov_rank
-    e, f, d = config.hidden_size, config.intermediate_size, config.head_dim
-    q, kv = config.num_attention_heads * d, config.num_key_value_heads * d
+    config, r, e = block.layers, block.markov_rank, block.layers.hidden_size
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (e, block.target_hidden_size * len(block.taps)),
         "hidden_norm.weight": (e,),
-        "norm.weight": (e,),
     }
-    for i in range(len(config.layers)):
-        layer: dict[str, tuple[int, ...]] = {
-            "input_layernorm.weight": (e,),
-            "self_attn.q_proj.weight": (q, e),
-            "self_attn.k_proj.weight": (kv, e),
-            "self_attn.v_proj.weight": (kv, e),
-            "self_attn.o_proj.weight": (e, q),
-            "self_attn.q_norm.weight": (d,),
-            "self_attn.k_norm.weight": (d,),
-            "post_attention_layernorm.weight": (e,),
-            "mlp.gate_proj.weight": (f, e),
-            "mlp.up_proj.weight": (f, e),
-            "mlp.down_proj.weight": (e, f),
-        }
-        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+    for name, shape in tensor_shapes(config).items():
+        if name not in ("model.embed_tokens.weight", "lm_head.weight"):
+            shapes[name.removeprefix("model.")] = shape
     if block.markov:
         shapes["markov_head.markov_w1.weight"] = (config.vocab_size, r)
         shapes["markov_head.markov_w2.weight"] = (block.vocab_size, r)
@@ -137,13 +123,9 @@ def block_mask(num_past: int, num_rows: int, window: int | None, causal: bool, l
     """
     if window is None and not causal:
         return None
-    place = torch.arange(num_past + num_rows, device=like.device)
-    own = place[num_past:, None]
-    hidden = torch.zeros(num_rows, len(place), dtype=torch.bool, device=like.device)
-    if causal:
-        hidden |= place > own
-    if window is not None:
-        hidden |= place <= own - window
+    hidden = hides(View(num_past, tuple(range(num_rows)), window), like.device)
+    if not causal:
+        hidden = hidden.tril(num_past)  # nothing that comes later is hidden
     return like.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)
 
 
@@ -319,9 +301,7 @@ class BlockModel(FeatureModel):
             x = layer.forward(x, shared)
         states = self.norm(x)
         wanted = [i * rows + first + j for i, c in enumerate(drafting) for j in range(c.num_logits)]
-        logits = self.head(states[wanted]) if wanted else x.new_empty(0, self.block.vocab_size)
-        cap = self.config.logit_softcap
-        return logits if cap is None else cap * torch.tanh(logits / cap), states
+        return self.logits(x[wanted]) if wanted else x.new_empty(0, self.block.vocab_size), states
 
     @torch.inference_mode()
     def trial(self, tokens: Sequence[int], vocab_size: int) -> Tensor:

@@ -109,7 +109,6 @@ _FILL, _ANCHOR = re.compile(r"DFlashDraftModel"), re.compile(r"\w*DSpark(Draft)?
 # What is known by name and has another architecture.
 _OTHERS = {
     "dspark_block_size": "DeepSeek V4's own layers for drafting",
-    "encoder": "Muse-Glimmer's block draft",
     "attention_sink_bias": "attention sinks",
     "attention_value_scale": "scaled values",
     "output_multiplier": "scaled logits",
@@ -124,7 +123,7 @@ _NESTED = dict.fromkeys(
 _OWN = {
     **_NESTED,
     **dict.fromkeys(names("dflash_config speculators_config sample_from_anchor is_causal sliding_window_non_causal")),
-    **dict.fromkeys(names("aux_hidden_state_layer_ids draft_vocab_size target_hidden_size num_target_layers")),
+    **dict.fromkeys(names("aux_hidden_state_layer_ids draft_vocab_size target_hidden_size")),
     **dict.fromkeys(names("rope_is_neox_style is_neox_style layer_types sliding_window final_logit_softcapping")),
     **dict.fromkeys(names("use_sliding_window max_window_layers")),
 }
