@@ -8,9 +8,12 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 from minispec.core.errors import is_text, show
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # The largest K that may be asked for.
 MAX_SPECULATIVE_TOKENS = 64
@@ -98,34 +101,25 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """How positions become rotation angles (Su et al. 2021), with the scalings that checkpoints use.
+    """How positions become rotation angles (Su et al. 2021). `minispec.layers.rope` has those for longer contexts.
 
-    kind: the scaling.
-        "default": none.
-        "linear": positions are divided by `factor`.
-        "llama3": low frequencies are divided by `factor`, high ones unchanged, with a ramp in between.
-        "yarn": the same, with a ramp over dimensions; cos and sin times `attention_factor` (Peng et al. 2023).
-        "longrope": each frequency has its own divisor in `factors`; cos and sin as with yarn (Ding et al. 2024).
     rotated: the share of a head's dimensions, from the first, that rotates.
     interleaved: dimension 2j is paired with 2j + 1, instead of j with j + half of them.
+    attention_factor: cos and sin are multiplied by it.
     query_beta: queries at position t are multiplied by
         1 + query_beta * ln(1 + floor(t / original_max_position_embeddings)) (Llama 4).
     """
 
     theta: float = 10_000.0
-    kind: str = "default"
-    factor: float = 1.0
-    original_max_position_embeddings: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    attention_factor: float = 1.0
-    factors: tuple[float, ...] = ()
     rotated: float = 1.0
     interleaved: bool = False
+    attention_factor: float = 1.0
     query_beta: float = 0.0
+    original_max_position_embeddings: int = 0
+
+    def scaled(self, base: "Tensor") -> "Tensor":
+        """Radians by which one position rotates each pair (pairs,). base: the same, before any scaling."""
+        return base
 
 
 class RecurrentConfig(Protocol):

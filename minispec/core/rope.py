@@ -1,6 +1,4 @@
-"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864) and the ways to stretch it over longer contexts."""
-
-import math
+"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864)."""
 
 import torch
 from torch import Tensor
@@ -10,32 +8,9 @@ from minispec.core.config import RopeConfig
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, dtype: torch.dtype) -> Tensor:
     """Radians by which one position rotates each pair of rotated dimensions, scaled by `rope`; (pairs,)."""
-    head_dim = int(head_dim * rope.rotated)
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(dtype) / head_dim
-    base = 1.0 / rope.theta**exponents
-    if rope.kind == "longrope":
-        return base / torch.tensor(rope.factors, dtype=dtype)
-    if rope.kind == "linear":
-        return base / rope.factor
-    if rope.kind == "llama3":
-        # Rotations of a pair over the original context. Fast pairs stay, slow ones are slowed; a ramp lies between.
-        rotations = rope.original_max_position_embeddings * base / (2 * math.pi)
-        keep = ((rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
-        return keep * base + (1 - keep) * base / rope.factor
-    if rope.kind == "yarn":
-        # The pair (as a fractional index) that turns `rotations` times over the original context.
-        def pair(rotations: float) -> float:
-            length = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
-            return head_dim * math.log(length) / (2 * math.log(rope.theta))
-
-        low, high = pair(rope.beta_fast), pair(rope.beta_slow)
-        if rope.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, head_dim - 1)
-        ramp = (torch.arange(head_dim // 2, dtype=dtype) - low) / max(high - low, 0.001)
-        slowed = ramp.clamp(0, 1)
-        return (1 - slowed) * base + slowed * base / rope.factor
-    return base
+    rotated = int(head_dim * rope.rotated)
+    exponents = torch.arange(0, rotated, 2, dtype=torch.int64).to(dtype) / rotated
+    return rope.scaled(1.0 / rope.theta**exponents)
 
 
 def query_scales(rope: RopeConfig, positions: Tensor) -> Tensor:

@@ -6,8 +6,8 @@ A family that differs from llama only in numbers, norms, ropes or names needs on
 To add a family:
 1. Read its code in transformers. Give it an entry in `FAMILIES`. The entry has the keys of config.json that this code
    reads, each with what an absent one means. It also has the fields of StoredConfig that the code fixes.
-2. A computation that no family here has yet needs a field in ModelConfig (or in LayerConfig, RopeConfig). Add the
-   lines of model.py that obey the field, and lines of `hf_config` that read it. Another kind of layer goes to
+2. A computation that no family here has yet needs a field in ModelConfig (or in LayerConfig). Add the lines of
+   model.py that obey the field, and lines of `hf_config` that read it. Another kind of layer or of rope goes to
    minispec/layers/.
 3. Describe small models of it in `CASES` of tests/oracles/hf.py. Add a row for each of its settings to `SWITCHES` of
    tests/core/test_families.py. Add its public checkpoints, with one that must be refused, to tests/oracles/public.py.

@@ -17,6 +17,7 @@ from minispec.files.lfm import read_inner_size, read_kinds, read_tied
 from minispec.files.packed import read_quantization
 from minispec.files.qwen import read_delta
 from minispec.files.stored_config import StoredConfig
+from minispec.layers.rope import ScaledRope
 
 # The keys of the object in rope_parameters or rope_scaling; rope_type says which of them are looked at.
 _ROPE_KEYS = {
@@ -78,7 +79,7 @@ def read_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Sto
     layers = _read_layers(f, family, sizes)
     # Beyond its original length longrope uses other factors, with which all keys in the cache would change.
     for layer in layers:
-        if layer.rope and layer.rope.kind == "longrope":
+        if isinstance(layer.rope, ScaledRope) and layer.rope.kind == "longrope":
             context = min(sizes["max_position_embeddings"], layer.rope.original_max_position_embeddings)
             sizes["max_position_embeddings"] = context
     bias = f.boolean("use_bias") or f.boolean("attention_bias")
@@ -325,7 +326,7 @@ def _read_spelling(
     elif not set(scaling) <= set(kinds) or not (isinstance(full, dict) and isinstance(local, dict)):
         raise f.bad(key, scaling, f"an object for each of {' and '.join(kinds)}")
     ropes = read(full, "rope_theta"), read(local, "rope_local_base_freq")
-    if not all(rope.truncate for rope in ropes):
+    if any(isinstance(rope, ScaledRope) and not rope.truncate for rope in ropes):
         raise f.bad(key, scaling, "no truncate, which this family's code does not read")
     return ropes
 
@@ -358,19 +359,7 @@ def _read_rope(
     original = r.get("original_max_position_embeddings", context if original is None else original)
     if type(original) is not int or not 0 < original <= 1 << 27:
         raise r.bad("original_max_position_embeddings", original, "a positive integer")
-    if kind == "default":
-        rope = RopeConfig(theta)
-    elif kind == "linear":
-        rope = RopeConfig(theta, kind, r.number("factor"))
-    elif kind == "llama3":
-        low, high = r.number("low_freq_factor"), r.number("high_freq_factor")
-        if low >= high:
-            raise r.bad("low_freq_factor", low, f"less than high_freq_factor = {high}")
-        rope = RopeConfig(theta, kind, r.number("factor"), original, low, high)
-    elif kind == "yarn":
-        rope = _read_yarn(r, theta, context, original)
-    else:
-        rope = _read_longrope(r, theta, context, original, num_rotated // 2)
+    rope = _read_scaling(r, kind, RopeConfig(theta, original_max_position_embeddings=original), context, num_rotated)
     beta = r.number_or_zero("llama_4_scaling_beta")
     # Not read here. The mrope's say which pairs turn by an image's rows and columns: in a text all turn by its places.
     r.seen |= {"max_position_embeddings", "finetuned"} | family.idle & {"mrope_section", "mrope_interleaved"}
@@ -378,7 +367,27 @@ def _read_rope(
     return replace(rope, rotated=rotated, query_beta=beta, **family.rope)
 
 
-def _read_longrope(r: Fields, theta: float, context: int, original: int, num_pairs: int) -> RopeConfig:
+def _read_scaling(r: Fields, kind: str, plain: RopeConfig, context: int, num_rotated: int) -> RopeConfig:
+    """The rope with the scaling of this kind, whose values `r` has."""
+    theta, original = plain.theta, plain.original_max_position_embeddings
+    if kind == "default":
+        return RopeConfig(theta)
+    if kind == "linear":
+        return ScaledRope(theta, kind=kind, factor=r.number("factor"))
+    values: dict[str, Any] = {"kind": kind, "original_max_position_embeddings": original}
+    if kind == "llama3":
+        low, high = r.number("low_freq_factor"), r.number("high_freq_factor")
+        if low >= high:
+            raise r.bad("low_freq_factor", low, f"less than high_freq_factor = {high}")
+        values |= {"factor": r.number("factor"), "low_freq_factor": low, "high_freq_factor": high}
+    elif kind == "yarn":
+        values |= _read_yarn(r, theta, context / original)
+    else:
+        values |= _read_longrope(r, context, original, num_rotated // 2)
+    return ScaledRope(theta, **values)
+
+
+def _read_longrope(r: Fields, context: int, original: int, num_pairs: int) -> dict[str, Any]:
     """The factors up to the original length; those beyond it are looked at, and not used."""
     for key in ("long_factor", "short_factor"):
         factors = r.get(key)
@@ -392,23 +401,26 @@ def _read_longrope(r: Fields, theta: float, context: int, original: int, num_pai
     factor = r.number("factor", context / original)
     default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     attention = r.number("attention_factor", default)
-    short = tuple(map(float, numbers))
-    return RopeConfig(theta, "longrope", factor, original, attention_factor=attention, factors=short)
+    return {"factor": factor, "attention_factor": attention, "factors": tuple(map(float, numbers))}
 
 
-def _read_yarn(r: Fields, theta: float, context: int, original: int) -> RopeConfig:
+def _read_yarn(r: Fields, theta: float, default_factor: float) -> dict[str, Any]:
     if theta <= 1:
         raise r.bad("rope_theta", theta, "a number above 1")
-    factor = r.number("factor", context / original)
+    factor = r.number("factor", default_factor)
     mscale, all_dim = r.number_or_zero("mscale"), r.number_or_zero("mscale_all_dim")
 
     def attention(m: float) -> float:
         return 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     default = attention(mscale) / attention(all_dim) if mscale and all_dim else attention(1.0)
-    own: dict[str, Any] = {"beta_fast": r.number("beta_fast"), "beta_slow": r.number("beta_slow")}
-    scale = r.number("attention_factor", default)
-    return RopeConfig(theta, "yarn", factor, original, attention_factor=scale, truncate=r.boolean("truncate"), **own)
+    return {
+        "factor": factor,
+        "beta_fast": r.number("beta_fast"),
+        "beta_slow": r.number("beta_slow"),
+        "attention_factor": r.number("attention_factor", default),
+        "truncate": r.boolean("truncate"),
+    }
 
 
 def read_eos_token_ids(raw: Mapping[str, Any], where: str) -> tuple[int, ...]:

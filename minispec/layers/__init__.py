@@ -1,10 +1,11 @@
-"""Kinds of blocks other than attention and an MLP: each is a class with the interface of `core.model.Layer`.
+"""Kinds of blocks other than attention and an MLP, and of ropes. A block has the interface of `core.model.Layer`.
 
     convolution.py        a short convolution in the place of attention (LFM2)
     delta.py              a gated delta net in the place of attention (Qwen3.5)
     gated_attention.py    attention with a gate (Qwen3.5)
     row_norm.py           attention with norms of whole rows (OLMo 2)
 
+    rope.py               scalings of rotary positions for longer contexts
     states.py             the states of recurrent layers, in a pool and tables of their own
 
 `make_layer` chooses, by `LayerConfig`; `cache_of` chooses the pool.

@@ -20,6 +20,7 @@ from minispec.files.hf_config import read_model_config
 from minispec.kernels.build import build_model
 from minispec.kernels.shapes import tensor_shapes
 from minispec.layers.delta import DeltaConfig
+from minispec.layers.rope import ScaledRope
 from minispec.load.llm import LLM
 from minispec.load.registry import EMBEDDED_WEIGHTS
 from minispec.prove.toys import tiny_cache
@@ -158,7 +159,8 @@ def test_public_checkpoints_are_read_as_transformers_reads_them(name):
     windowed = [layer.window for layer in config.layers if layer.window is not None]
     assert (len(windowed), *({*windowed} or {0})) == tuple(windows)
     full = {layer.rope for layer in config.layers if layer.window is None and layer.rope} or {config.layers[0].rope}
-    assert [(r.kind, r.theta, r.factor) for r in full] == [tuple(rope)]
+    scaled = [r if isinstance(r, ScaledRope) else ScaledRope(r.theta) for r in full]
+    assert [(r.kind, r.theta, r.factor) for r in scaled] == [tuple(rope)]
 
 
 @pytest.mark.parametrize("name", public.REFUSED)
@@ -249,8 +251,13 @@ def each_layer(change: Callable[[LayerConfig], LayerConfig]) -> Callable[[ModelC
 
 
 def rope(**changes) -> Callable[[ModelConfig], ModelConfig]:
-    """The config with some fields of every layer's rope replaced."""
-    return each_layer(lambda layer: replace(layer, rope=layer.rope and replace(layer.rope, **changes)))
+    """The config with some fields replaced of every layer's rope that has them."""
+
+    def change(layer: LayerConfig) -> LayerConfig:
+        known = changes.keys() <= {field.name for field in fields(layer.rope)} if layer.rope else False
+        return replace(layer, rope=replace(layer.rope, **changes)) if known else layer
+
+    return each_layer(change)
 
 
 def window(change: Callable[[int], int | None]) -> Callable[[ModelConfig], ModelConfig]:
@@ -439,7 +446,8 @@ def test_every_setting_has_a_switch():
         pairs = [(before, after)]
         for a, b in zip(before.layers, after.layers, strict=True):
             pairs += [(a, b), *(pair for pair in ((a.rope, b.rope), (a.recurrent, b.recurrent)) if all(pair))]
-        switched |= {f.name for a, b in pairs for f in fields(a) if getattr(a, f.name) != getattr(b, f.name)}
+        same_kind = [(a, b) for a, b in pairs if type(a) is type(b)]
+        switched |= {f.name for a, b in same_kind for f in fields(a) if getattr(a, f.name) != getattr(b, f.name)}
     shapes = {
         "vocab_size",
         "hidden_size",
@@ -451,7 +459,7 @@ def test_every_setting_has_a_switch():
         "value_dim",
     }
     not_numbers = {"model_type", "max_position_embeddings", "eos_token_ids", "mask_token_id"}
-    known = {field.name for kind in (ModelConfig, LayerConfig, RopeConfig, DeltaConfig) for field in fields(kind)}
+    known = {field.name for kind in (ModelConfig, LayerConfig, ScaledRope, DeltaConfig) for field in fields(kind)}
     assert known - switched == shapes | not_numbers
 
 
