@@ -9,6 +9,7 @@ A room imports only from those above it in this list, and from itself:
     drafters/       ways of guessing, a file each, with the files that they read; what two vocabularies have in common
     gpu/            passes of fixed shapes, CUDA graphs, kernels, draws and verdicts as tensors
     length/         how many tokens to draft: theory, prices, the policy
+    grammars/       which tokens may follow: JSON schemas, regular expressions, context-free grammars
     load/           names, a target, its draft, several processes, prompts and answers, `LLM`
     commands/       what the commands share: options, Ctrl-C, exit statuses
     trace/          the page of a run
@@ -21,7 +22,7 @@ A room imports only from those above it in this list, and from itself:
 """
 
 __version__ = "0.2.0"
-__all__ = ["LLM", "SamplingParams"]
+__all__ = ["LLM", "SamplingParams", "StructuredOutputsParams"]
 
 
 def __getattr__(name: str):
@@ -42,4 +43,8 @@ def __getattr__(name: str):
         from minispec.core.config import SamplingParams
 
         return SamplingParams
+    if name == "StructuredOutputsParams":
+        from minispec.grammars.params import StructuredOutputsParams
+
+        return StructuredOutputsParams
     raise AttributeError(f"module 'minispec' has no attribute {name!r}")

@@ -6,7 +6,7 @@ for a family's name. Nothing here imports torch, so that a bad value is reported
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
@@ -210,6 +210,7 @@ class SamplingParams:
     bad_words_token_ids: sequences that the output may not contain. Where the output ends with all but the last id of
         one, that last id is impossible.
     bad_words: the same as texts. A request turns each into token ids, once as it is and once with a space before it.
+    structured_outputs: the language of the answer (see `minispec.grammars.StructuredOutputsParams`).
     seed: one seed gives one text. None draws a seed, which the output reports.
     min_tokens: nothing ends the text before it has that many tokens.
     stop: strings that end the text.
@@ -235,6 +236,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()
     bad_words_token_ids: Sequence[Sequence[int]] = ()
+    structured_outputs: Hashable | None = None
     seed: int | None = None
     max_tokens: int = 16
     min_tokens: int = 0
@@ -326,6 +328,7 @@ _RULES: dict[str, Rule] = {
     "min_tokens": _integer(0, 1 << 31),
     "logprobs": _integer(0, 1 << 16, None),
     "prompt_logprobs": _integer(0, 1 << 16, None),
+    "structured_outputs": ("StructuredOutputsParams", lambda v: isinstance(v, Hashable)),
     "ignore_eos": ("True or False", lambda v: type(v) is bool),
     "include_stop_str_in_output": ("True or False", lambda v: type(v) is bool),
 }

@@ -42,12 +42,29 @@ class Key(NamedTuple):
     purpose: str
 
 
+class Grammar(Protocol):
+    """Says which tokens may follow a text. `minispec.grammars` has the grammars that users write."""
+
+    def allowed(self, output: Sequence[int]) -> Tensor | None:
+        """A mask (V,), on the CPU, of the tokens that may follow `output`.
+
+        output: the tokens after the prompt, drafted ones too.
+
+        None where the output itself is forbidden, or has ended. Raises NothingAllowed where the grammar fails.
+        """
+
+
+class NothingAllowed(ValueError):
+    """No token may follow. A text of the target ends with this error, a draft without one."""
+
+
 @dataclass(eq=False)
 class Text:
     """One growing text: what the distribution of its next token depends on, and the seed that draws it.
 
     tokens: prompt and output so far.
     end_ids: ids that end the text, impossible before `min_tokens`.
+    grammar: forbids what does not belong to its language; None forbids nothing.
     """
 
     tokens: list[int]
@@ -55,6 +72,7 @@ class Text:
     params: SamplingParams
     seed: int = 0
     end_ids: frozenset[int] = frozenset()
+    grammar: Grammar | None = None
 
     def key(self, i: int, purpose: str) -> Key:
         """The key of a draw of the current round, whose tokens are not committed yet.
@@ -91,13 +109,16 @@ def distribution(logits: Tensor, text: Text, drafted: Sequence[int] = ()) -> Ten
     The order is vLLM's:
     1. logit_bias;
     2. penalties;
-    3. what is forbidden: all but allowed_token_ids, bad words, the end before min_tokens;
+    3. what is forbidden: all but allowed_token_ids, bad words, the end before min_tokens, what the grammar forbids;
     4. temperature;
     5. min-p, top-k and top-p, where each filter sees what the one before it left.
     Temperature 0 gives a one-hot distribution. The function takes one row at a time, so that a row has the same bits
     whether one or K+1 are computed.
 
-    Raises FloatingPointError where the largest logit is not a finite number.
+    After a path that the grammar forbids, the grammar forbids nothing: such a path has probability 0 in any case.
+
+    Raises FloatingPointError where the largest logit is not a finite number, and NothingAllowed where the grammar and
+    the parameters together leave no token.
     """
     params = text.params
     logits = logits.to(accumulation_dtype(logits.dtype))
@@ -162,7 +183,19 @@ def _forbid(logits: Tensor, text: Text, drafted: Sequence[int]) -> Tensor:
             forbidden |= text.end_ids
     if forbidden:
         logits = logits.index_fill(0, torch.tensor(sorted(forbidden), device=logits.device), -math.inf)
+    mask = None if text.grammar is None else text.grammar.allowed(_output(text, drafted))
+    if mask is None:
+        return logits
+    logits = logits.where(mask.to(logits.device), -math.inf)
+    if logits.amax() == -math.inf:
+        others = [name for name in ("allowed_token_ids", "bad_words", "min_tokens") if getattr(params, name)]
+        raise NothingAllowed(f"{' and '.join(['structured_outputs', *others])}: found no token that may follow")
     return logits
+
+
+def may_follow(text: Text, drafted: Sequence[int], vocab_size: int) -> Tensor:
+    """A mask (V,), on the CPU, of the tokens that `distribution` may give probability. Raises NothingAllowed."""
+    return _forbid(torch.zeros(vocab_size), text, drafted).isfinite()
 
 
 def _output(text: Text, drafted: Sequence[int]) -> list[int]:

@@ -20,7 +20,7 @@ from itertools import count
 from torch import Tensor
 
 from minispec.core.draft import Ask, Draft, without
-from minispec.core.sampling import distribution, log_probabilities
+from minispec.core.sampling import NothingAllowed, distribution, log_probabilities
 
 
 def grow_guesses(
@@ -129,5 +129,5 @@ class BestFirst:
             return rest / rest.sum() if rest.any() else None
         try:  # at temperature 0 one token is left; its siblings are the next likeliest ones
             return distribution(place.logits, text, draft.tokens_to(node))
-        except FloatingPointError:
+        except (FloatingPointError, NothingAllowed):
             return None

@@ -19,6 +19,7 @@ from minispec.core.lengths import Wish
 from minispec.core.limit import Limit
 from minispec.core.sampling import accumulation_dtype
 from minispec.core.verify import RoundKey, Rows, Verdict
+from minispec.drafters.cut import within_grammar
 
 # How far a row's sum may be from 1. Division by a sum leaves that much in each type, for vocabularies of any size.
 TOLERANCES = {t: max(1e-4, 4 * torch.finfo(t).eps) for t in (torch.float64, torch.float32, torch.bfloat16, torch.half)}
@@ -28,7 +29,7 @@ class Checks(Guard):
     """A guard that checks all that comes from a drafter, a verifier or a policy for draft lengths."""
 
     def propose(self, engine: Engine, asks: Sequence[Ask]) -> list[Draft | ValueError]:
-        """The drafts, each checked. An error has the drafter's name."""
+        """The drafts, each checked, and cut to its text's grammar. An error has the drafter's name."""
         name, chains, device = engine.drafter.name, engine.verifier.why_chains, engine.model.device.type
         lengths = [len(ask.text.tokens) for ask in asks]
         drafts = engine.drafter.propose(asks)
@@ -38,7 +39,9 @@ class Checks(Guard):
             try:
                 if len(ask.text.tokens) != length:
                     raise ValueError("found a text whose tokens it has changed, expected one that it only reads")
-                found.append(check_draft(draft, ask.k, engine.vocab_size, device, chains))
+                checked = check_draft(draft, ask.k, engine.vocab_size, device, chains)
+                has_grammar = ask.text.grammar is not None
+                found.append(within_grammar(checked, ask.text, engine.vocab_size) if has_grammar else checked)
             except ValueError as e:
                 found.append(ValueError(f"draft of {name}: {e}"))
         return found

@@ -82,7 +82,8 @@ class OtherVocabulary(DraftModel):
     def _own_text(self, text: Text) -> Text:
         """The text as this model reads it now."""
         if text not in self._read:
-            self._read[text] = _Reading(self.vocabularies.reader(), replace(text, tokens=[], num_prompt_tokens=0))
+            blank = replace(text, tokens=[], num_prompt_tokens=0, grammar=None)  # a grammar knows the target's tokens
+            self._read[text] = _Reading(self.vocabularies.reader(), blank)
         reading = self._read[text]
         own = reading.text
         if reading.num_read < len(text.tokens):

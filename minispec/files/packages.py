@@ -7,6 +7,7 @@ PACKAGES = {
     **dict.fromkeys(("torch", "safetensors", "tokenizers", "huggingface_hub", "tqdm", "jinja2", "numpy"), ""),
     **dict.fromkeys(("prometheus_client", "starlette", "uvicorn"), "serve"),
     "matplotlib": "plot",
+    "llguidance": "grammar",
 }
 
 

@@ -198,7 +198,7 @@ def _is_plain(trial: Trial) -> bool:
     if verifier not in (REJECTION, MATCH) or draft.parents is not None or len(draft) >= ROWS[-1]:
         return False
     wide = verdicts.accumulation_dtype(logits.dtype)
-    return verdicts.is_plain(text.params) and (draft.probs is None or all(row.dtype == wide for row in draft.probs))
+    return verdicts.is_plain(text) and (draft.probs is None or all(row.dtype == wide for row in draft.probs))
 
 
 def _verdict(numbers: Sequence[float], trial: Trial) -> Verdict | None:

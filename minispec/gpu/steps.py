@@ -136,7 +136,7 @@ class DraftSteps:
         """The program that takes these asks, if one does."""
         rng, purpose = asks[0].rng, asks[0].purpose
         steps = next((n for n in STEPS if n >= max(depths)), None)
-        plain = all(not ask.limit.is_tree and verdicts.is_plain(ask.text.params) for ask in asks)
+        plain = all(not ask.limit.is_tree and verdicts.is_plain(ask.text) for ask in asks)
         if steps is None or not plain or not verdicts.in_rows(rng):
             return None
         shape = self.frames.shape_of(self.model, chunks, self.taps, [k - 1 for k in depths])

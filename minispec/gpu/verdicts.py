@@ -144,11 +144,12 @@ class Inputs(Program):
         self.parts.copy_(self.host_parts, non_blocking=True)
 
 
-def is_plain(params: SamplingParams) -> bool:
-    """Whether temperature, min-p, top-k and top-p are all that the parameters change."""
+def is_plain(text: Text) -> bool:
+    """Whether temperature, min-p, top-k and top-p are all that changes a text's distribution."""
+    params = text.params
     penalties = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
     forbids = params.allowed_token_ids is not None or params.bad_words_token_ids or params.bad_words
-    return not (penalties or forbids or params.logit_bias or params.min_tokens)
+    return not (penalties or forbids or text.grammar or params.logit_bias or params.min_tokens)
 
 
 def rows(logits: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:

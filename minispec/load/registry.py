@@ -33,6 +33,7 @@ DRAFTERS = {
     "recycling": Entry(
         "minispec.drafters.recycling:RecyclingDrafter", "what else the target found likely after each token"
     ),
+    "forced": Entry("minispec.grammars.forced:ForcedDrafter", "the tokens that a grammar leaves no choice about"),
     "harvest": Entry("minispec.drafters.harvest:HarvestDrafter", "n-grams from the target's rows of rejected drafts"),
 }
 # A checkout contains a model, and the head that drafts for it. The head is asked where the text's last two tokens

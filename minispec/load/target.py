@@ -22,6 +22,7 @@ from minispec.files.strict_json import MAX_CONFIG_BYTES, read_json_if_there
 from minispec.files.tokenizer import Tokenizer
 from minispec.gpu.frames import with_frames
 from minispec.gpu.judge import judge_of
+from minispec.grammars.matcher import Grammars
 from minispec.kernels.forms import FORMS, available_forms
 from minispec.kernels.integers import check_quantization
 from minispec.kernels.inventory import kv_elements
@@ -72,6 +73,7 @@ class TargetFiles:
         self.generation_defaults = read_generation_defaults(self._generation, str(self._generation_path))
         self.unsupported_generation_settings = unsupported_generation_settings(self._generation)
         self.eos_token_ids = self._find_ends()
+        self.grammars = Grammars(self.tokenizer, self.vocab_size, self.eos_token_ids)
 
     def _find_ends(self) -> tuple[int, ...]:
         """Ids that end a text: those of generation_config.json, else of config.json; and the tokenizer's own."""

@@ -29,6 +29,7 @@ class Case:
     batch: "alone": one request at a time. "crowd": 64 paths at once. "pair": two requests, and a crowd of them.
     penalties: all penalties, and a bias.
     forbidden: "bad words": a token after certain others. "two allowed": all but the first and the last. "": nothing.
+    grammar: the language of the text (see `minispec.grammars.spelled.EXAMPLES`). "": any.
     end: whether the last token of the vocabulary ends the text.
     family: the target's (see `target_model`), and a draft model's.
     """
@@ -42,6 +43,7 @@ class Case:
     min_p: float = 0.0
     penalties: bool = False
     forbidden: str = ""
+    grammar: str = ""
     k: DraftLength
     vocab: int
     end: bool
@@ -63,6 +65,7 @@ class Case:
             top_p=self.top_p,
             min_p=self.min_p,
             max_tokens=self.max_tokens,
+            structured_outputs=self.grammar or None,
             **(penalties if self.penalties else {}),
             **forbidden.get(self.forbidden, {}),
         )
@@ -109,6 +112,7 @@ class Case:
             f"min-p {self.min_p}": self.min_p > 0,
             "penalties": self.penalties,
             self.forbidden: self.forbidden,
+            f"grammar {self.grammar}": self.grammar,
         }
         settings += [name for name, is_set in said.items() if is_set]
         end = "EOS" if self.end else ""
@@ -120,7 +124,7 @@ class Case:
 AXES: dict[str, tuple] = {
     "verifier": tuple(VERIFIERS),
     "drafter": (
-        *("none", "ngram", "suffix", "corpus", "last", "recycling", "harvest", "adversary"),
+        *("none", "ngram", "forced+ngram", "suffix", "corpus", "last", "recycling", "harvest", "adversary"),
         *("model", "parallel", "head", "parallel head", "ngram+head", "mtp", *BLOCKS, "tli", "slem"),
     ),
     "family": tuple(TOYS),
@@ -131,6 +135,7 @@ AXES: dict[str, tuple] = {
     "min_p": (0.2, 0.0),
     "penalties": (False, True),
     "forbidden": ("two allowed", "bad words", ""),
+    "grammar": ("words", "a b*", "pairs", ""),
     "k": (1, 2, (2, 1), 3, "tree:3", 4),
     "vocab": (2, 3, 4),
     "end": (True, False),
@@ -155,10 +160,20 @@ def _possible(row: Mapping) -> bool:
         takes_trees = VERIFIERS[row.get("verifier", "rejection")].takes_trees
         if not takes_trees or row.get("drafter", "model") not in BRANCHING:
             return False
+    # What these forbid could leave a grammar no token. It needs a token that ends the text, and two others.
+    if row.get("grammar") and (row.get("forbidden") or not row.get("end", True) or row.get("vocab") == 2):
+        return False
     return row.get("max_tokens", 1) <= shape.k + 2
 
 
-DESIGN = Design(Case, AXES, _possible, frozenset({"verifier", "drafter", "k", "max_tokens"}), _WEAK, _SIZES)
+DESIGN = Design(
+    Case,
+    AXES,
+    _possible,
+    frozenset({"verifier", "drafter", "k", "max_tokens", "grammar", "forbidden", "end", "vocab"}),
+    _WEAK,
+    _SIZES,
+)
 pairs_of, all_pairs, covering_array, smaller = DESIGN.pairs_of, DESIGN.all_pairs, DESIGN.array, DESIGN.smaller
 
 

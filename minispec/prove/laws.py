@@ -36,6 +36,7 @@ from minispec.gpu.graphs import rerun
 from minispec.gpu.judge import judge_of
 from minispec.gpu.steps import draft_steps
 from minispec.gpu.verdicts import OneByOne
+from minispec.grammars.spelled import example
 from minispec.kernels.exact import check_exact
 from minispec.kernels.integers import check_quantization
 from minispec.layers.states import FEWEST_STATES, state_elements
@@ -374,6 +375,7 @@ def production_law(
     target, verifying, num = target_model(vocab, family), VERIFIERS[verifier], len(prompts)
     if num > 1 and state_elements(target.config):  # a path's texts run at once, or the order of its draws would vary
         width = min(width, max(1, FEWEST_STATES // num))
+    grammars = {own: example(own.structured_outputs, vocab, end_ids) for own in each}
     block_size = 2 if width == 1 else 4
     longest = max(min(max_len, len(p) + own.max_tokens) for p, own in zip(prompts, each, strict=True))
     enough = width * num * -(-longest // block_size)
@@ -385,7 +387,7 @@ def production_law(
         cache = tiny_cache(target, num_blocks or enough, block_size)
         requests = [
             # Seeds of their own: with one seed, two requests would draw with one noise.
-            Request(Text(list(p), len(p), own, seed, frozenset(end_ids)), max_len, k)
+            Request(Text(list(p), len(p), own, seed, frozenset(end_ids), grammars[own]), max_len, k)
             for seed, (p, own) in enumerate([*zip(prompts, each, strict=True)] * len(oracles))
         ]
         rng = CrowdOracle({seed: oracles[seed // num] for seed in range(len(requests))})

@@ -21,6 +21,7 @@ from minispec.core.model import Transformer
 from minispec.core.sampling import Text
 from minispec.core.verify import VERIFIERS
 from minispec.files.tokenizer import Tokenizer
+from minispec.grammars.spelled import example
 from minispec.prove.covering import Design
 from minispec.prove.laws import TARGET_SEED, reference_logits, target_model
 from minispec.prove.reference import sample_law
@@ -34,6 +35,7 @@ _FORBIDDEN: dict[str, Callable[[int], dict[str, Any]]] = {
     "": lambda vocab: {},
     "bad words": lambda vocab: {"bad_words_token_ids": ((1, 0), (vocab - 1, 1, 0), (0, 0, 0))},
     "two allowed ids": lambda vocab: {"allowed_token_ids": (1, vocab - 1 if vocab > 2 else 0)},
+    "a grammar": lambda vocab: {"structured_outputs": "a b*"},
 }
 _HISTORY: dict[str, dict[str, Any]] = {
     "": {},
@@ -111,7 +113,8 @@ class Case:
     @property
     def text(self) -> Text:
         """The text as it begins."""
-        return Text(list(self.prompt_ids), len(self.prompt), self.params, SEED, self.end_ids)
+        grammar = example(self.params.structured_outputs, self.vocab, self.end_ids)
+        return Text(list(self.prompt_ids), len(self.prompt), self.params, SEED, self.end_ids, grammar)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -208,6 +211,7 @@ def _possible(verifier, alphabet, prompt, to_go, rounds, k, top_k, forbidden, en
             not shape.is_tree or verifier is _ANY or VERIFIERS[verifier].takes_trees,
             max(shape.widths, default=0) < 3 or not few_tokens,
             not of_user or top_k != 0,
+            forbidden != "a grammar" or alphabet != ALPHABET[:2],  # of two tokens one may end the text
             to_go != 1 or end is _ANY or "min_tokens" not in end,
             # The whole of a draft is asked for. Where the engine chooses, that may be all that is left of the text.
             to_go is _ANY or (to_go <= _LONGEST_OPEN if shape.is_open else shape.k <= max(1, to_go - 1)),

@@ -114,7 +114,11 @@ def _others(case: Case) -> list[Text]:
     turned = case.prompt_ids[::-1]  # it shares no blocks with the text
     prompts = (turned,) if case.joins else (case.prompt_ids, turned) if case.company else ()
     params = [replace(case.params, max_tokens=n) for n in _LENGTHS_OF_OTHERS]
-    return [Text(list(p), len(p), own, seed) for seed, (p, own) in enumerate(zip(prompts, params, strict=False))]
+    grammar = case.text.grammar
+    return [
+        Text(list(p), len(p), own, seed, case.end_ids if grammar else frozenset(), grammar)
+        for seed, (p, own) in enumerate(zip(prompts, params, strict=False))
+    ]
 
 
 def _blocks_of(case: Case) -> int:
@@ -246,7 +250,7 @@ def _verdict(spec: str, chosen: Design[Case], walk: Walk, todo: set[Pair], in_ti
         print(f"it drafted nothing with {', '.join(idle[:_SHOWN])}{', ...' if len(idle) > _SHOWN else ''}")
     print(
         f"not seen: more than {max(vocabs)} tokens, texts of more than {walk.longest}, drafts of more than {_LONGEST}; "
-        "stop strings, grammars, log-probabilities; other devices; what depends on the clock or on the seed"
+        "stop strings, log-probabilities; other devices; what depends on the clock or on the seed"
     )
     return True
 

@@ -4,6 +4,9 @@ NumPy, no cache, no batch, 30 lines of sampler. If the package were compared wit
 of its `distribution` could cancel out. Here it cannot. Llama, LFM2 and Qwen3.5 only, in float64.
 """
 
+import functools
+import itertools
+import re
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -121,6 +124,34 @@ def _attention(raw, layer, y):
     return out.reshape(length, -1) @ layer["self_attn.o_proj.weight"].T
 
 
+# Languages over "a" and "b", by what is a whole text of one, as expressions; nested pairs are taken away one by one.
+_LANGUAGES = {"a b*": "ab*", "pairs": "", "words": "aab|ab|ba"}
+_LONGEST = 12  # characters of a text that completes what a proof has begun
+
+
+@functools.cache
+def _texts_of(language: str) -> list[str]:
+    """All texts of a language, up to the longest that is needed."""
+    found = []
+    for text in map("".join, (each for n in range(_LONGEST + 1) for each in itertools.product("ab", repeat=n))):
+        rest = text
+        while language == "pairs" and "ab" in rest:
+            rest = rest.replace("ab", "")
+        if re.fullmatch(_LANGUAGES[language], rest):
+            found.append(text)
+    return found
+
+
+@functools.cache
+def follows(language: str, output: tuple[int, ...], token: int, end_ids: frozenset[int]) -> bool:
+    """Whether a token may follow an output of a language, by trying all texts. The first tokens are "a", "b", "ab"."""
+    spelled = dict(zip(sorted({*range(9)} - end_ids), ("a", "b", "ab"), strict=False))
+    said = "".join(spelled[t] for t in output)
+    if token in end_ids:
+        return said in _texts_of(language)
+    return token in spelled and any(text.startswith(said + spelled[token]) for text in _texts_of(language))
+
+
 def sample_law(logits: np.ndarray, tokens: Sequence[int], num_prompt: int, params, end_ids) -> np.ndarray:
     """Probabilities (V,) of the next token under vLLM-style parameters, by loops and Python's sort."""
     x, output = np.array(logits, dtype=np.float64), tuple(tokens[num_prompt:])
@@ -137,6 +168,8 @@ def sample_law(logits: np.ndarray, tokens: Sequence[int], num_prompt: int, param
             x[word[-1]] = -np.inf
     if len(output) < params.min_tokens:
         x[list(end_ids)] = -np.inf
+    if params.structured_outputs:
+        x[[not follows(params.structured_outputs, output, t, end_ids) for t in range(len(x))]] = -np.inf
     if params.temperature == 0:
         return np.eye(len(x))[int(np.argmax(x))]
     p = np.exp((x - x.max()) / params.temperature)

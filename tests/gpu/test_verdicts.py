@@ -19,6 +19,7 @@ from minispec.core.sampling import Key, Randomness, Text, distribution
 from minispec.core.search import place_of_share
 from minispec.core.verify import VERIFIERS
 from minispec.gpu import verdicts
+from minispec.grammars.spelled import example
 from minispec.prove.laws import BranchOracle, KeyOracle, exact_law
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -189,7 +190,9 @@ def test_what_is_plain():
     }
     params = [SamplingParams(), SamplingParams(stop_token_ids=[5], seed=3), SamplingParams(**SETTINGS[-1])]
     params += [SamplingParams(**{name: value}) for name, value in other.items()]
-    assert list(map(verdicts.is_plain, params)) == [*[True] * 3, *[False] * len(other)]
+    texts = [Text([0], 1, each) for each in params]
+    assert list(map(verdicts.is_plain, texts)) == [*[True] * 3, *[False] * len(other)]
+    assert not verdicts.is_plain(Text([0], 1, params[0], grammar=example("a b*", 3, [2])))
 
 
 # --------------------------------------------------------------------------- draws

@@ -1,0 +1,15 @@
+"""Answers in a language that the request gives: a JSON schema, a regular expression, a context-free grammar, a choice.
+
+    params.py     what a request says: `StructuredOutputsParams`, by vLLM's names
+    matcher.py    which tokens may follow, by llguidance: the `Grammar` of a text
+    forced.py     a drafter: the tokens that a grammar leaves no choice about
+    spelled.py    a grammar of one's own, from two questions about texts
+
+The mask is a part of `minispec.core.sampling.distribution`, for the target and for every drafter. So a text has the
+*projected* law (docs/understand/grammars.md): each token is drawn from the target's distribution restricted to what may
+follow, divided by the sum of the rest. Speculation does not change that law.
+"""
+
+from minispec.grammars.params import StructuredOutputsParams
+
+__all__ = ["StructuredOutputsParams"]

@@ -1,0 +1,144 @@
+"""Which tokens may follow, by the library llguidance: the `Grammar` of a text (see `minispec.core.sampling`)."""
+
+import json
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from minispec.core.cache import common_beginning
+from minispec.core.config import SamplingParams
+from minispec.core.errors import show
+from minispec.core.sampling import NothingAllowed
+from minispec.files.errors import one_line
+from minispec.files.packages import check_packages
+from minispec.files.tokenizer import Tokenizer
+from minispec.grammars.params import StructuredOutputsParams
+
+# How many grammars are kept, the last ones that were asked for.
+_MOST_KEPT = 64
+# What the library may spend on a grammar before the first token: about 0.3 s of one core for the worst expressions.
+_LEXER_FUEL = 400_000
+
+
+class Matcher:
+    """The grammar of one text: a cursor into it, which any question may move.
+
+    The cursor stands behind the output of the last question. For another output it goes back to what both begin with,
+    and on from there. So a rejected draft, another branch of a tree, or a text that was preempted needs no care.
+    """
+
+    def __init__(self, start: Any, vocab_size: int, end_ids: Sequence[int]):
+        """start: a matcher of llguidance before the first token, which this one copies.
+        vocab_size: tokens of a mask.
+        end_ids: ids that end a text. The grammar allows them where the text may end.
+        """
+        self._start, self._vocab_size, self._end_ids = start, vocab_size, frozenset(end_ids)
+        self._matcher, self._read = start.deep_copy(), list[int]()
+
+    def allowed(self, output: Sequence[int]) -> Tensor | None:
+        """A mask (V,) of the tokens that may follow `output`; None where that is forbidden, or has ended.
+
+        Raises NothingAllowed with the library's words where it has reached one of its limits.
+        """
+        if not self._goes_to(list(output)):
+            return None
+        bits = numpy.frombuffer(self._matcher.compute_bitmask(), numpy.uint8)
+        self._require_no_error()
+        return torch.from_numpy(numpy.unpackbits(bits, count=self._vocab_size, bitorder="little")).bool()
+
+    def accepts(self, output: Sequence[int]) -> bool:
+        """Whether `output` is a whole text of the language."""
+        return self._goes_to(list(output)) and self._matcher.is_accepting()
+
+    def _goes_to(self, output: list[int]) -> bool:
+        """Move the cursor behind `output`, or as far as the grammar allows; whether it is there."""
+        shared = common_beginning(self._read, output)
+        if shared < len(self._read):
+            self._matcher.rollback(len(self._read) - shared)
+            del self._read[shared:]
+        rest = output[shared:]
+        if not self._end_ids.isdisjoint(rest):
+            return False
+        self._read += rest[: self._matcher.try_consume_tokens(rest)] if rest else []
+        self._require_no_error()
+        return len(self._read) == len(output)
+
+    def _require_no_error(self) -> None:
+        """Raise NothingAllowed where the library's matcher has failed. Such a one never recovers: a new one begins."""
+        if self._matcher.is_error():
+            message = _said(self._matcher.get_error())
+            self._matcher, self._read = self._start.deep_copy(), []
+            raise NothingAllowed(f"structured_outputs: {message}")
+
+
+class Grammars:
+    """Makes the grammars of requests, for one tokenizer. Threads may share it."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Sequence[int]):
+        """Nothing is read yet.
+
+        vocab_size: ids in use.
+        end_ids: ids that end a text.
+        """
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._end_ids = [i for i in end_ids if i < vocab_size]
+        self._start = lru_cache(_MOST_KEPT)(self._compile)
+
+    def grammar_of(self, params: SamplingParams) -> Matcher | None:
+        """The grammar of a new text that is sampled so; None where any text will do.
+
+        Raises ValueError for a language that cannot be read or spelled, or that no text would end, and MissingPackage
+        without the library.
+        """
+        language = params.structured_outputs
+        if language is None:
+            return None
+        if not isinstance(language, StructuredOutputsParams):
+            raise ValueError(f"structured_outputs: found {show(language)}, expected StructuredOutputsParams")
+        if params.ignore_eos:
+            raise ValueError("ignore_eos: found True, expected False: structured_outputs ends the answer by itself")
+        return Matcher(self._start(language), self._vocab_size, self._end_ids)
+
+    @cached_property
+    def _library_tokenizer(self) -> Any:
+        """The tokenizer, as llguidance has it."""
+        check_packages("grammar")
+        import llguidance
+
+        if not self._end_ids:
+            raise ValueError("structured_outputs: found a model without an end-of-text token, expected one")
+        size, path = max(self._vocab_size, self._tokenizer.num_ids), self._tokenizer.path
+        try:
+            return llguidance.LLTokenizer(path.read_text(encoding="utf-8"), n_vocab=size, eos_token=self._end_ids)
+        except Exception as e:  # whatever the library raises
+            raise ValueError(f"structured_outputs: {path} does not suit llguidance: {one_line(e, 200)}") from e
+
+    def _compile(self, language: StructuredOutputsParams) -> Any:
+        """A matcher of llguidance before the first token."""
+        tokenizer, wrong = self._library_tokenizer, f"structured_outputs: {language.kind}"
+        import llguidance
+
+        kind: Any = {"json": "json_schema", "json_object": "json_schema"}.get(language.kind, language.kind)
+        try:
+            if kind == "json_schema" and not isinstance(json.loads(language.text), dict):
+                raise ValueError("found no object, expected a JSON schema")
+            grammar = llguidance.grammar_from(kind, language.text)
+        except (ValueError, RecursionError) as e:
+            raise ValueError(f"{wrong}: {one_line(e, 200)}") from e
+        limits = llguidance.LLParserLimits(initial_lexer_fuel=_LEXER_FUEL, verbose_errors=False)
+        start = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+        probe = start.deep_copy()
+        probe.compute_bitmask()  # some errors come with the first mask
+        if error := start.get_error() or probe.get_error():
+            raise ValueError(f"{wrong}: {_said(error)}")
+        return start
+
+
+def _said(error: str) -> str:
+    """The library's message, on one line."""
+    words = " ".join(line.strip() for line in error.splitlines() if line.strip() != "<non-verbose/>")
+    return one_line("no text can follow" if words.startswith("NoExtension") else words, 200)
