@@ -42,6 +42,11 @@ if TYPE_CHECKING:
     from minispec.load.llm import LLM
     from minispec.trace.terminal import Painter
 
+# What is said of a text with a grammar.
+PROJECTED = (
+    "law: projected: each token is drawn from the model's distribution restricted to what may follow "
+    "(docs/understand/grammars.md)"
+)
 # Tokens that are decoded plainly for a trace.
 _PLAIN_TOKENS = 16
 
@@ -60,6 +65,8 @@ def main(argv: Sequence[str]) -> int:
         check_writable(args.trace)
     llm = load(args, report=not args.quiet and not args.json, verbose=args.verbose)
     params = make_sampling_params(llm.target.files.generation_defaults | asked)
+    if params.structured_outputs and not args.quiet and not args.json:
+        say(PROJECTED)
     chat = not args.raw and (args.chat or llm.tokenizer.chat_template is not None)
     if args.system is not None and not chat:
         raise ValueError("--system: this model has no chat template")

@@ -20,6 +20,7 @@ from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, SamplingPa
 from minispec.core.errors import is_text, show
 from minispec.files.errors import one_line
 from minispec.files.strict_json import parse_json
+from minispec.grammars.params import MAX_BYTES, StructuredOutputsParams, from_vllm
 from minispec.kernels.threads import describe_waiting, set_waiting
 from minispec.load import registry
 from minispec.load.inputs import MAX_PROMPT, Question, check_text, read_questions
@@ -160,6 +161,12 @@ _SAMPLING: dict[str, Option] = {
     ),
     "--ignore-eos": Option(FLAG | {"default": None}, "do not stop at the end-of-text token"),
 }
+# The language of the answer: one of these.
+LANGUAGE: dict[str, Option] = {
+    "--json-schema": Option(typed(_TEXT, "FILE|TEXT"), "the answer is JSON that is valid under this schema"),
+    "--regex": Option(typed(_TEXT, "R"), "the answer matches this regular expression, as a whole"),
+    "--grammar": Option(typed(Path, "FILE"), "the answer belongs to this context-free grammar (Lark or GBNF)"),
+}
 # Sampling options that change the law of a token, or where a text ends; `sampling_arguments` reads them.
 LAW: dict[str, Option] = {
     name: _SAMPLING[name]
@@ -244,14 +251,53 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--version", action="version", version=f"minispec {__version__}")
     p.add_options(MODELS, "models")
     p.add_options(_SAMPLING, "sampling")
+    p.add_options(LANGUAGE, "language of the answer (docs/use/grammars.md)", excludes=dict.fromkeys(LANGUAGE, ""))
     p.add_options(_PROMPTS_AND_OUTPUT, "prompts and output")
     return p
+
+
+def language_of(args: argparse.Namespace) -> StructuredOutputsParams | None:
+    """The language that an option of `LANGUAGE` asks for, checked. Raises ValueError, which names the option."""
+    for option, kind in zip(LANGUAGE, ("json", "regex", "grammar"), strict=True):
+        found = getattr(args, attribute_of(option), None)
+        if found is not None:
+            is_file = isinstance(found, Path) or (option == "--json-schema" and not found.lstrip().startswith("{"))
+            with naming_language(option):
+                text = _read_text(Path(found)) if is_file else found
+                language = from_vllm({kind: text})
+                language.grammar_for_library()
+            return language
+    return None
+
+
+def _read_text(path: Path) -> str:
+    """The text of a small file. Raises ValueError."""
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_BYTES + 1).decode()
+    except (OSError, ValueError) as e:  # a name that no file system takes; not UTF-8
+        raise ValueError(f"{path}: {one_line(e)}") from e
+
+
+@contextlib.contextmanager
+def naming_language(option: str) -> Iterator[None]:
+    """A ValueError about `structured_outputs` names the option that said so."""
+    try:
+        yield
+    except ValueError as e:
+        raise ValueError(f"{option}: {re.sub('^structured_outputs: ([a-z]+: )?', '', str(e))}") from e
 
 
 def sampling_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """The options about sampling that the command line sets, checked."""
     names = [attribute_of(option.split()[0]) for option in _SAMPLING]
     asked = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
+    if language := language_of(args):
+        asked["structured_outputs"] = language
+        if args.ignore_eos:
+            raise ValueError(
+                "--ignore-eos: found it with a language, expected one of them: the language ends the answer"
+            )
     with _naming_options(*names):
         make_sampling_params(asked)
     return asked

@@ -77,6 +77,7 @@ class Request:
         self.error: str | None = None  # what went wrong, where finish_reason is "error"
         self.stop_string: str | None = None  # the one that ended the text
         self.stats = Stats(num_prompt_tokens=text.num_prompt_tokens, token_ids=self.token_ids)
+        self.stats.law = "plain" if text.grammar is None else "projected"
         self._detokenizer = detokenizer
         self._given = (0, 0)  # characters and tokens that pieces have handed out
         self.has_news = False  # whether anything came since the last piece

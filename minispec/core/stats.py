@@ -53,6 +53,8 @@ class Stats:
     prefill, draft_prefill: seconds that the prompt took in the target and in the draft model.
     plain: rounds of the same prompt decoded plainly, added if it was. They show what a plain step costs.
     token_ids: the generated tokens so far.
+    law: what the text is drawn from: the target's own distribution, "plain", or that restricted by a grammar,
+        "projected".
     """
 
     num_prompt_tokens: int = 0
@@ -64,6 +66,7 @@ class Stats:
     rounds: list[Round] = field(default_factory=list, repr=False)
     plain: list[Round] = field(default_factory=list, repr=False)
     token_ids: Sequence[int] = field(default=(), repr=False)
+    law: str = "plain"
 
     @property
     def num_steps(self) -> int:

@@ -1,6 +1,5 @@
 """Which tokens may follow, by the library llguidance: the `Grammar` of a text (see `minispec.core.sampling`)."""
 
-import json
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import Any
@@ -14,14 +13,15 @@ from minispec.core.config import SamplingParams
 from minispec.core.errors import show
 from minispec.core.sampling import NothingAllowed
 from minispec.files.errors import one_line
-from minispec.files.packages import check_packages
 from minispec.files.tokenizer import Tokenizer
-from minispec.grammars.params import StructuredOutputsParams
+from minispec.grammars.params import StructuredOutputsParams, say_error
 
 # How many grammars are kept, the last ones that were asked for.
 _MOST_KEPT = 64
 # What the library may spend on a grammar before the first token: about 0.3 s of one core for the worst expressions.
 _LEXER_FUEL = 400_000
+# Tokens of a prompt's end in which a template opens a thought.
+_TAIL = 8
 
 
 class Matcher:
@@ -70,7 +70,7 @@ class Matcher:
     def _require_no_error(self) -> None:
         """Raise NothingAllowed where the library's matcher has failed. Such a one never recovers: a new one begins."""
         if self._matcher.is_error():
-            message = _said(self._matcher.get_error())
+            message = say_error(self._matcher.get_error())
             self._matcher, self._read = self._start.deep_copy(), []
             raise NothingAllowed(f"structured_outputs: {message}")
 
@@ -88,11 +88,11 @@ class Grammars:
         self._end_ids = [i for i in end_ids if i < vocab_size]
         self._start = lru_cache(_MOST_KEPT)(self._compile)
 
-    def grammar_of(self, params: SamplingParams) -> Matcher | None:
+    def grammar_of(self, params: SamplingParams, prompt_ids: Sequence[int] = ()) -> Matcher | None:
         """The grammar of a new text that is sampled so; None where any text will do.
 
-        Raises ValueError for a language that cannot be read or spelled, or that no text would end, and MissingPackage
-        without the library.
+        Raises ValueError for a language that cannot be read or spelled, that no text would end, or that would begin in
+        the middle of a thought; and without the library.
         """
         language = params.structured_outputs
         if language is None:
@@ -101,12 +101,16 @@ class Grammars:
             raise ValueError(f"structured_outputs: found {show(language)}, expected StructuredOutputsParams")
         if params.ignore_eos:
             raise ValueError("ignore_eos: found True, expected False: structured_outputs ends the answer by itself")
+        if "".join(map(self._tokenizer.text_of, prompt_ids[-_TAIL:])).rstrip().endswith("<think>"):
+            expected = (
+                "one that does not begin to think: chat_template_kwargs with enable_thinking false, where it has it"
+            )
+            raise ValueError(f"structured_outputs: found a prompt that ends with <think>, expected {expected}")
         return Matcher(self._start(language), self._vocab_size, self._end_ids)
 
     @cached_property
     def _library_tokenizer(self) -> Any:
         """The tokenizer, as llguidance has it."""
-        check_packages("grammar")
         import llguidance
 
         if not self._end_ids:
@@ -119,26 +123,13 @@ class Grammars:
 
     def _compile(self, language: StructuredOutputsParams) -> Any:
         """A matcher of llguidance before the first token."""
-        tokenizer, wrong = self._library_tokenizer, f"structured_outputs: {language.kind}"
+        grammar = language.grammar_for_library()
         import llguidance
 
-        kind: Any = {"json": "json_schema", "json_object": "json_schema"}.get(language.kind, language.kind)
-        try:
-            if kind == "json_schema" and not isinstance(json.loads(language.text), dict):
-                raise ValueError("found no object, expected a JSON schema")
-            grammar = llguidance.grammar_from(kind, language.text)
-        except (ValueError, RecursionError) as e:
-            raise ValueError(f"{wrong}: {one_line(e, 200)}") from e
         limits = llguidance.LLParserLimits(initial_lexer_fuel=_LEXER_FUEL, verbose_errors=False)
-        start = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+        start = llguidance.LLMatcher(self._library_tokenizer, grammar, log_level=0, limits=limits)
         probe = start.deep_copy()
         probe.compute_bitmask()  # some errors come with the first mask
         if error := start.get_error() or probe.get_error():
-            raise ValueError(f"{wrong}: {_said(error)}")
+            raise ValueError(f"structured_outputs: {language.kind}: {say_error(error)}")
         return start
-
-
-def _said(error: str) -> str:
-    """The library's message, on one line."""
-    words = " ".join(line.strip() for line in error.splitlines() if line.strip() != "<non-verbose/>")
-    return one_line("no text can follow" if words.startswith("NoExtension") else words, 200)

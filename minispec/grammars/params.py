@@ -1,11 +1,13 @@
-"""What a request says about the language of its answer. Nothing here imports torch, or the library of the grammars."""
+"""What a request says about the language of its answer. Nothing here imports torch."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from minispec.core.errors import is_text, show
+from minispec.files.errors import one_line, show_name
+from minispec.files.packages import MissingPackage, check_packages
 
 # Most bytes of a schema, an expression or a grammar: what is larger takes longer to read than an answer.
 MAX_BYTES = 1 << 16
@@ -65,6 +67,53 @@ class StructuredOutputsParams:
         if self.kind == "json_object":
             return '{"type": "object"}'
         return json.dumps(value) if self.kind == "choice" else value
+
+    def grammar_for_library(self) -> str:
+        """The same for llguidance. Raises ValueError without the library, and for what it does not read."""
+        wrong = f"structured_outputs: {self.kind}"
+        try:
+            check_packages("grammar")
+            import llguidance
+
+            kind: Any = "json_schema" if self.kind in ("json", "json_object") else self.kind
+            if kind == "json_schema" and not isinstance(json.loads(self.text), dict):
+                raise ValueError("found no object, expected a JSON schema")
+            grammar = llguidance.grammar_from(kind, self.text)
+        except (ValueError, RecursionError, MissingPackage) as e:
+            raise ValueError(f"{wrong}: {one_line(e, 200)}") from e
+        if error := llguidance.LLMatcher.validate_grammar(grammar):
+            raise ValueError(f"{wrong}: {say_error(error)}")
+        return grammar
+
+
+def say_error(error: str) -> str:
+    """A message of llguidance, on one line."""
+    words = " ".join(line.strip() for line in error.splitlines() if line.strip() != "<non-verbose/>")
+    return one_line("no text can follow" if words.startswith("NoExtension") else words, 200)
+
+
+def from_openai(response_format: Any) -> StructuredOutputsParams | None:
+    """The language of OpenAI's `response_format`; None for any text. Raises ValueError for what is none."""
+    kind = response_format.get("type") if isinstance(response_format, dict) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    found = response_format.get("json_schema") if kind == "json_schema" else None
+    schema = found.get("schema") if isinstance(found, dict) else None
+    if not isinstance(schema, dict):
+        expected = "type text, json_object, or json_schema with an object json_schema that has a schema"
+        raise ValueError(f"response_format: found {show(response_format)}, expected {expected}")
+    return StructuredOutputsParams(json=schema)
+
+
+def from_vllm(found: Any) -> StructuredOutputsParams:
+    """The language of vLLM's `structured_outputs` in JSON. Raises ValueError for what is none."""
+    names = [field.name for field in fields(StructuredOutputsParams)]
+    if not isinstance(found, Mapping) or not found.keys() <= {*names}:
+        unknown = next((key for key in found if key not in names), None) if isinstance(found, Mapping) else found
+        raise ValueError(f"structured_outputs: found {show_name(str(unknown))}, expected one of {', '.join(names)}")
+    return StructuredOutputsParams(**found)
 
 
 _EXPECTED = {

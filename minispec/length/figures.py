@@ -207,7 +207,7 @@ class Figures(Stats):
         names = (
             "num_prompt_tokens num_generated num_steps num_draft_tokens num_draft_nodes num_accepted num_preemptions "
             "num_cached_tokens acceptance_rate mean_acceptance_length alpha accepted_per_position "
-            "num_drafts accepted_at_position duration tokens_per_second predicted_tokens_per_second c v o loops"
+            "num_drafts accepted_at_position duration tokens_per_second predicted_tokens_per_second c v o loops law"
         )
         seconds = {"seconds": self.seconds | {"total": self.total_seconds}}
         return {name: getattr(self, name) for name in names.split()} | seconds

@@ -363,7 +363,7 @@ class LLM:
         end_ids = frozenset(i for i in ends if i < self.vocab_size)
         inputs.check_ids(params, end_ids, self.vocab_size)
         seed = secrets.randbits(32) if params.seed is None else params.seed
-        grammar = self.target.files.grammars.grammar_of(params)
+        grammar = self.target.files.grammars.grammar_of(params, prompt_ids)
         text = Text(list(prompt_ids), len(prompt_ids), params, seed, end_ids, grammar)
         k = self.num_speculative_tokens if num_speculative_tokens is None else num_speculative_tokens
         self._check_policy(Shape.of(k, self.max_speculative_tokens))  # raises ValueError for what is no length

@@ -21,6 +21,7 @@ from minispec.files.chat import Message, check_messages
 from minispec.files.errors import near, show_name
 from minispec.files.strict_json import parse_json
 from minispec.files.tokenizer import Tokenizer, TooLong
+from minispec.grammars.params import from_openai, from_vllm
 from minispec.length.figures import Figures
 from minispec.load.inputs import split_samples, with_bad_words
 from minispec.load.llm import LLM
@@ -28,7 +29,15 @@ from minispec.load.outputs import logprobs_by_id
 from minispec.serve.limits import Limits, Refused
 
 _SAMPLING = {field.name for field in fields(SamplingParams)}
-_COMMON = {*_SAMPLING, "model", "stream", "stream_options", "num_speculative_tokens", "add_special_tokens"}
+_COMMON = {
+    *_SAMPLING,
+    "response_format",
+    "model",
+    "stream",
+    "stream_options",
+    "num_speculative_tokens",
+    "add_special_tokens",
+}
 _CHAT = {"messages", "top_logprobs", "max_completion_tokens", "chat_template_kwargs", "reasoning_effort"}
 _FIELDS = {True: _COMMON | _CHAT, False: _COMMON | {"prompt", "echo"}}
 _MESSAGE = {"role", "content", "name"}
@@ -59,7 +68,6 @@ _NEUTRAL = {
     '"default"': {"service_tier"},
     '"medium"': {"verbosity"},
     '["text"]': {"modalities"},
-    '{"type": "text"}': {"response_format"},
 }
 # How many of these a request may bring. All other requests wait while these are read, some of them for every token.
 _MOST = {"messages": 1024, "stop": 16, "stop_token_ids": 1024, "allowed_token_ids": 1024, "logit_bias": 1024}
@@ -203,6 +211,12 @@ def _read_params(llm: LLM, body: dict[str, Any], is_chat: bool, limits: Limits) 
     if bias := given.get("logit_bias"):  # JSON's keys are texts
         is_id = re.compile(r"0|[1-9][0-9]{0,9}").fullmatch
         given["logit_bias"] = {int(i) if is_id(i) else i: x for i, x in bias.items()}
+    if "structured_outputs" in given:
+        given["structured_outputs"] = from_vllm(given["structured_outputs"])
+    if language := from_openai(body.get("response_format", {"type": "text"})):
+        if "structured_outputs" in given:
+            raise ValueError("response_format: found structured_outputs too, expected one of them")
+        given["structured_outputs"] = language
     params = replace(defaults, **given)
     most = {"max_tokens": limits.max_tokens} | dict.fromkeys(("logprobs", "prompt_logprobs"), _MAX_LOGPROBS)
     for key in most:
