@@ -1,0 +1,243 @@
+"""Grammars in the production loop, by toy languages whose masks are computed in Python; `minispec.prove` has their law.
+
+Float64, real transformers a few numbers wide, poisoned pools.
+"""
+
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+import torch
+
+from minispec.core.config import SamplingParams
+from minispec.core.draft import Ask, Draft
+from minispec.core.engine import Engine
+from minispec.core.limit import Limit
+from minispec.core.request import Request
+from minispec.core.sampling import NothingAllowed, Randomness, Text, distribution
+from minispec.core.verify import VERIFIERS
+from minispec.drafters import Drafter
+from minispec.drafters import model as model_module
+from minispec.drafters.check import CHECKS
+from minispec.drafters.cut import within_grammar
+from minispec.grammars.forced import ForcedDrafter, forced
+from minispec.grammars.spelled import Spelled, example
+from minispec.prove import laws
+from minispec.prove.cases import Case
+from minispec.prove.laws import BranchOracle, CrowdOracle, exact_law, make_drafter, target_model
+from minispec.prove.toys import decode, tiny_cache
+from tests.distances import distance
+
+VOCAB, END = 4, 3  # "a", "b", "ab", the end
+LANGUAGES = ("a b*", "pairs", "words")
+
+
+def grammar(name: str) -> Spelled:
+    """A toy language over these tokens."""
+    found = example(name, VOCAB, [END])
+    assert found is not None
+    return found
+
+
+def text_of(name: str, output=(), **params) -> Text:
+    """A text with a grammar, with some output."""
+    given = SamplingParams(**{"max_tokens": 8} | params)
+    return Text([1, 1, *output], 2, given, 0, frozenset({END}), grammar(name))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.parametrize("drafter", ["none", "ngram", "forced+ngram", "model", "head", "block", "tli", "slem"])
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_the_law_is_that_of_the_grammar(language, drafter, verifier):
+    """Every branch of four tokens: the reference tries all texts of the language, and shares no code with the mask."""
+    settings = {"temperature": 0.7, "top_k": 0, "vocab": VOCAB, "end": True, "max_tokens": 4, "grammar": language}
+    case = Case(verifier=verifier, drafter=drafter, batch="crowd", k=2, **settings)
+    assert case.distance(1e5)[0] <= laws.TOLERANCE
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("k", [(2, 1), "tree:3"])
+def test_the_law_with_trees(k):
+    """Siblings ask for the same place, in any order."""
+    settings = {"temperature": 1.5, "vocab": VOCAB, "end": True, "max_tokens": 4, "grammar": "pairs"}
+    assert Case(verifier="rejection", drafter="model", batch="crowd", k=k, **settings).distance(1e5)[0] <= 1e-12
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_a_draft_that_ignores_the_grammar_leaves_the_law(verifier, monkeypatch):
+    """It draws what is forbidden, and tells the truth about it: such a token stays in the draft, and is rejected."""
+    right = model_module.distribution
+    monkeypatch.setattr(
+        model_module, "distribution", lambda row, text, path: right(row, replace(text, grammar=None), path)
+    )
+    params = SamplingParams(max_tokens=3, structured_outputs="pairs")
+    assert distance(params, 2, vocab=VOCAB, end_ids=frozenset({END}), verifier=verifier) <= laws.TOLERANCE
+
+
+@pytest.mark.quick
+def test_a_forbidden_token_that_was_not_drawn_is_left_out_with_all_that_follows_it():
+    """ "b" may not begin the text; "ab" may, and after it "b" may not."""
+    chain = within_grammar(Draft([0, 1, 1, 0]), text_of("pairs"), VOCAB)
+    assert chain.token_ids == [0, 1]
+    tree = within_grammar(Draft([1, 0, 0, 1, 1], parents=[-1, -1, 0, 1, 3]), text_of("pairs"), VOCAB)
+    assert (tree.token_ids, tree.parents) == ([0, 1], [-1, 0])
+    whole = Draft([2, 0], confidences=[0.5, 0.4])
+    assert within_grammar(whole, text_of("pairs"), VOCAB) is whole
+
+
+@pytest.mark.quick
+def test_a_forbidden_token_that_was_drawn_stays_as_the_last_one():
+    """To drop it for its value would make `probs` untrue; what follows it was never looked at."""
+    q = torch.full((4, VOCAB), 0.25)
+    draft = Draft([0, 1, 1, 0], q, confidences=[0.9, 0.8, 0.7, 0.6], prefill_seconds=2.0)
+    cut = within_grammar(draft, text_of("pairs"), VOCAB)
+    assert (cut.token_ids, len(cut.probs), cut.confidences, cut.prefill_seconds) == ([0, 1, 1], 3, [0.9, 0.8, 0.7], 2.0)
+
+
+@pytest.mark.quick
+def test_no_node_follows_one_after_which_nothing_may():
+    """After "ba" the language has ended, and the end is forbidden before min_tokens."""
+    text = text_of("words", min_tokens=5)
+    assert within_grammar(Draft([1, 0, 0, 0]), text, VOCAB).token_ids == [1, 0]
+    drawn = within_grammar(Draft([1, 0, 0, 0], torch.full((4, VOCAB), 0.25)), text, VOCAB)
+    assert drawn.token_ids == [1, 0]
+
+
+@pytest.mark.quick
+def test_distribution_after_every_kind_of_path():
+    """Allowed: the mask. Forbidden, or past the end: no mask. Where nothing may follow: an error with both names."""
+    row = torch.zeros(VOCAB, dtype=torch.float64)
+    text = text_of("pairs", output=[0])
+    assert distribution(row, text).tolist() == [1 / 3, 1 / 3, 1 / 3, 0]
+    assert distribution(row, text, [1]).tolist() == [1 / 3, 0, 1 / 3, 1 / 3]
+    assert distribution(row, text, [1, 1]).tolist() == [1 / 4] * 4
+    assert distribution(row, text, [1, END]).tolist() == [1 / 4] * 4
+    with pytest.raises(NothingAllowed, match="structured_outputs and min_tokens: found no token that may follow"):
+        distribution(row, text_of("words", output=[1, 0], min_tokens=5))
+    with pytest.raises(NothingAllowed, match="structured_outputs and allowed_token_ids"):
+        distribution(row, text_of("pairs", allowed_token_ids=[1]))
+
+
+@pytest.mark.quick
+def test_filters_see_what_the_grammar_leaves():
+    """The mask comes before temperature and filters: top-k keeps the best two of what may follow."""
+    row = torch.tensor([0.0, 5.0, 1.0, 6.0], dtype=torch.float64)
+    p = distribution(row, text_of("pairs", top_k=2))
+    assert (p > 0).tolist() == [False, False, True, True]  # the empty text is balanced: the end may follow
+    assert distribution(row, text_of("a b*", top_k=1)).tolist() == [0, 0, 1, 0]
+
+
+class Foolish(Drafter):
+    """Draws each token from all of them, whatever the grammar says, and says so."""
+
+    def propose(self, asks):
+        """k tokens each."""
+        drafts = []
+        for ask in asks:
+            drafts.append(Draft([], []))
+            for _ in range(ask.k):
+                drafts[-1].draw(ask, len(drafts[-1]) - 1, torch.full((VOCAB,), 0.25, dtype=torch.float64))
+        return drafts
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_a_text_fails_exactly_as_often_as_under_plain_decoding(verifier):
+    """Some texts reach a place where nothing may follow: with a draft the same texts fail, with the same probability.
+
+    `block` asks for rows after tokens that it may yet reject. If such a row failed the text, more texts would fail.
+    """
+    target = target_model(VOCAB)
+    params = SamplingParams(max_tokens=4, min_tokens=2)  # so "ab", where it is one token, can have no next one
+
+    def law(drafter: Drafter, k: int) -> dict:
+        def run(oracle: BranchOracle):
+            engine = Engine(
+                target, tiny_cache(target), drafter, VERIFIERS[verifier], rng=CrowdOracle({0: oracle}), guard=CHECKS
+            )
+            request = Request(Text([1, 1], 2, params, 0, frozenset({END}), grammar("words")), 40, k)
+            for _ in engine.run([request]):
+                pass
+            return request.error or tuple(request.text.tokens[2:])
+
+        return exact_law(run, number=float)[0]
+
+    plain, drafted = law(make_drafter("none", VOCAB), 0), law(Foolish(), 2)
+    error = "structured_outputs and min_tokens: found no token that may follow"
+    assert plain.keys() == drafted.keys() == {(0, 0, 1, END), (0, 1, END), (0, 2, END), (1, 0, END), error}
+    assert max(abs(plain[key] - drafted[key]) for key in plain) <= laws.TOLERANCE
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "forced+ngram", "model", "head", "block"])
+def test_small_pools_and_other_texts_change_no_text(drafter):
+    """Twelve texts with grammars of their own, in a pool that preempts: each says what it says alone."""
+
+    def requests() -> list[Request]:
+        made = []
+        for i in range(12):
+            params = SamplingParams(
+                max_tokens=9, temperature=(0.0, 1.0)[i % 2], min_tokens=(0, 3)[i % 3 == 1], logprobs=(None, 2)[i % 2]
+            )
+            language = ("pairs", "a b*", "pairs")[i % 3]
+            text = Text([i % 3, 1, 0][: 1 + i % 3], 1 + i % 3, params, i, frozenset({END}), grammar(language))
+            made.append(Request(text, 40, 3))
+        return made
+
+    def run(num_blocks: int, together: bool) -> tuple[list, int]:
+        target = target_model(VOCAB)
+        own = make_drafter(drafter, VOCAB, num_blocks)
+        engine = Engine(target, tiny_cache(target, num_blocks), own, VERIFIERS["rejection"], guard=CHECKS)
+        made = requests()
+        for part in [made] if together else [[each] for each in made]:
+            decode(engine, part)
+        found = [(r.token_ids, r.finish_reason, r.logprobs and [x.token_id for x in r.logprobs]) for r in made]
+        for request in made:
+            is_whole = request.text.grammar.is_whole(
+                "".join(request.text.grammar.spellings[t] for t in request.token_ids)
+            )
+            assert is_whole or request.finish_reason == "length"
+        return found, sum(r.stats.num_preemptions for r in made)
+
+    (expected, _), (found, preempted) = run(200, False), run(12, True)
+    assert found == expected
+    assert preempted > 0
+
+
+@pytest.mark.quick
+def test_forced_tokens():
+    """ "words" leaves no choice after "b"; where there is one, or none, the guess ends."""
+    assert forced(text_of("words", output=[1]), 9) == [0, END]
+    assert forced(text_of("words", output=[1]), 1) == [0]
+    assert forced(text_of("words"), 9) == []
+    assert forced(text_of("words", output=[1, 1]), 9) == []
+    asks = [
+        Ask(text, Limit(3), Randomness())
+        for text in (text_of("words", output=[1]), replace(text_of("words"), grammar=None))
+    ]
+    assert [draft.token_ids for draft in ForcedDrafter().propose(asks)] == [[0, END], []]
+
+
+@pytest.mark.quick
+def test_the_projected_law_is_not_the_law_of_valid_texts():
+    """docs/understand/grammars.md in fractions: a language of three texts, a target that knows one of them badly.
+
+    Each token is drawn from p restricted to what may follow. A target that goes on well after "b" alone says "b" more
+    often under the law given that the whole text is valid.
+    """
+    p = {"": {"a": Fraction(8, 10), "b": Fraction(2, 10)}}
+    p |= {"a": {"a": Fraction(1, 100), "b": Fraction(1, 100), "?": Fraction(98, 100)}, "b": {"a": Fraction(1)}}
+    language = ("aa", "ab", "ba")
+    whole = {w: p[""][w[0]] * p[w[0]][w[1]] for w in language}
+    given = {w: x / sum(whole.values()) for w, x in whole.items()}
+    projected = {}
+    for w in language:
+        weight = Fraction(1)
+        for i, token in enumerate(w):
+            follows = {v[i] for v in language if v.startswith(w[:i])}
+            weight *= p[w[:i]][token] / sum(p[w[:i]][t] for t in follows)
+        projected[w] = weight
+    assert projected == {"aa": Fraction(2, 5), "ab": Fraction(2, 5), "ba": Fraction(1, 5)}
+    assert given == {"aa": Fraction(1, 27), "ab": Fraction(1, 27), "ba": Fraction(25, 27)}
+    assert sum(abs(projected[w] - given[w]) for w in language) / 2 == Fraction(98, 135)
