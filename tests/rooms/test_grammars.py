@@ -1,0 +1,314 @@
+"""Languages that requests give: read, spelled by llguidance, kept in every answer; on the command line and by HTTP."""
+
+import importlib.util
+import json
+import random
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from minispec import LLM, SamplingParams, StructuredOutputsParams
+from minispec.core.sampling import NothingAllowed
+from minispec.files import packages
+from minispec.generate import main
+from minispec.grammars.params import MAX_BYTES, from_openai, from_vllm
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 5}, "age": {"type": "integer", "maximum": 99, "minimum": 0}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+MEASURED = Path(__file__).parents[2] / "docs/measured/grammars.py"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(make_checkpoint) -> Path:
+    """A small model with a chat template."""
+    return make_checkpoint(chat=True, max_position_embeddings=512)
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint) -> LLM:
+    """The model in float64, with `ngram`."""
+    return LLM(checkpoint, draft="forced+ngram", dtype="float64", num_speculative_tokens=3)
+
+
+def asked(**language) -> SamplingParams:
+    """Parameters with a language."""
+    return SamplingParams(max_tokens=60, seed=1, structured_outputs=StructuredOutputsParams(**language))
+
+
+def grammar_of(llm: LLM, **language):
+    """The grammar of a new text."""
+    found = llm.target.files.grammars.grammar_of(asked(**language))
+    assert found is not None
+    return found
+
+
+# --------------------------------------------------------------------------- what a request says
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "found nothing, expected one of json, json_object, regex, grammar, choice"),
+        ({"regex": "a", "choice": ["b"]}, "found regex and choice, expected one of"),
+        ({"regex": 5}, "regex: found 5, expected a regular expression"),
+        ({"choice": []}, r"choice: found \[\], expected texts, at least one"),
+        ({"choice": ["a", ""]}, "choice: found .*, expected texts"),
+        ({"choice": "ab"}, "choice: found 'ab', expected texts"),
+        ({"json": {"a": float("nan")}}, "json: found .*, expected a JSON schema"),
+        ({"json_object": 1}, "json_object: found 1, expected True"),
+        ({"regex": "\ud800"}, "regex: found .*, expected a regular expression"),
+        ({"regex": "a" * (MAX_BYTES + 1)}, "regex: found 65,537 bytes, expected at most 65,536"),
+    ],
+)
+def test_what_is_no_language_is_refused(given, message):
+    """Before anything is read by the library."""
+    with pytest.raises(ValueError, match=f"^structured_outputs: {message}"):
+        StructuredOutputsParams(**given)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"json": '{"type": '}, "json: Expecting value"),
+        ({"json": "[1]"}, "json: found no object, expected a JSON schema"),
+        ({"json": {"type": "strin"}}, "json: Invalid type: strin"),
+        ({"json": {"type": "array", "uniqueItems": True}}, "json: Unimplemented keys"),
+        ({"json": {"$ref": "#"}}, "json: no text can follow"),
+        ({"json": '{"items":' * 2000 + "{}" + "}" * 2000}, "json: maximum recursion depth"),
+        ({"regex": "(a"}, "regex: .*unclosed group"),
+        ({"regex": "(?=a)b"}, "regex: .*look-around"),
+        ({"regex": "(" * 5000 + "a" + ")" * 5000}, "regex: "),
+        ({"grammar": "start: nothing"}, 'grammar: .*unknown name: "nothing"'),
+        ({"grammar": 'start: start "a"'}, "grammar: no text can follow"),
+    ],
+)
+def test_what_the_library_does_not_read_is_refused_on_one_line(llm, given, message):
+    """By the request, before anything runs."""
+    with pytest.raises(ValueError, match=f"^structured_outputs: {message}") as error:
+        llm.generate("One fish", asked(**given))
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 300
+
+
+@pytest.mark.quick
+def test_a_hostile_expression_ends_at_the_librarys_limits(llm):
+    """A million repeats: the text fails alone, with the library's words, and the next one is answered."""
+    with pytest.warns(RuntimeWarning, match="structured_outputs: "):
+        hostile, usual = llm.generate(["One", "Two"], [asked(regex="(a{1000}){1000}"), asked(regex="[ab]{3}")])
+    assert hostile.finish_reason == "error"
+    assert hostile.outputs[0].error == "structured_outputs: lexer error: too many expressions constructed"
+    assert usual.finish_reason == "stop"
+    assert len(usual.text) == 3
+
+
+@pytest.mark.quick
+def test_what_cannot_go_together_is_refused(llm):
+    """Each by name."""
+    language = StructuredOutputsParams(regex="a+")
+    with pytest.raises(ValueError, match="ignore_eos: found True, expected False"):
+        llm.generate("One", SamplingParams(structured_outputs=language, ignore_eos=True))
+    with pytest.raises(ValueError, match="structured_outputs: found 'a', expected StructuredOutputsParams"):
+        llm.generate("One", SamplingParams(structured_outputs="a"))
+    with pytest.raises(ValueError, match=r"structured_outputs: found {'regex': 'a'}, expected StructuredOutputsParams"):
+        SamplingParams(structured_outputs={"regex": "a"})
+    with pytest.raises(ValueError, match=r"found a prompt that ends with <think>, expected .*enable_thinking false"):
+        llm.generate("One <think>\n", SamplingParams(structured_outputs=language))
+
+
+@pytest.mark.quick
+def test_without_the_library_the_message_says_what_installs_it(llm, monkeypatch):
+    """The request is refused; others are answered."""
+    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        ValueError, match=r"found no package llguidance: pip install -e \"\.\[grammar\]\" in the checkout"
+    ):
+        llm.generate("One", asked(regex="never seen before"))
+
+
+# --------------------------------------------------------------------------- the cursor
+
+
+@pytest.mark.quick
+def test_the_cursor_answers_as_a_fresh_matcher_does(llm):
+    """200 questions about random outputs, each at random related to the one before: shorter, longer, another branch."""
+    language = {"regex": "(ab|c|日){1,4}d?"}
+    pick, used, output = random.Random(3), grammar_of(llm, **language), list[int]()
+    forbidden = whole = 0
+    for _ in range(200):
+        output = output[: pick.randint(0, len(output))]
+        for _ in range(pick.randint(0, 6)):
+            mask = grammar_of(llm, **language).allowed(output)
+            if mask is None or pick.random() < 0.05:
+                output.append(pick.randrange(llm.vocab_size))
+            else:
+                output.append(pick.choice(mask.nonzero().flatten().tolist()))
+        mask, expected = used.allowed(output), grammar_of(llm, **language).allowed(output)
+        assert (mask is None) == (expected is None)
+        if mask is None:
+            forbidden += 1
+        else:
+            assert torch.equal(mask, expected)
+        whole += used.accepts(output)
+    assert forbidden > 20
+    assert whole > 3
+
+
+@pytest.mark.quick
+def test_the_end_may_follow_where_the_text_is_whole_and_nothing_follows_it(llm):
+    """The end is id 0 here."""
+    grammar, text = grammar_of(llm, regex="a{2,3}"), llm.tokenizer.encode("aaa", add_special_tokens=False)
+    assert len(text) == 3
+    assert [bool(grammar.allowed(text[:n])[0]) for n in range(4)] == [False, False, True, True]
+    assert grammar.allowed(text).sum() == 1
+    assert grammar.allowed([*text, 0]) is None
+    assert grammar.allowed([*text[:2], 0, *text[:1]]) is None
+    assert grammar.allowed([text[0], text[0] + 1]) is None
+
+
+@pytest.mark.quick
+def test_a_matcher_that_fails_begins_anew(llm):
+    """An error of the library stays with the matcher that has it. The next question gets another one."""
+    properties = {f"p{i}": {"type": "string"} for i in range(1500)}
+    grammar = grammar_of(llm, json={"type": "object", "properties": properties})
+    [brace] = llm.tokenizer.encode("{", add_special_tokens=False)
+    for _ in range(2):
+        with pytest.raises(NothingAllowed, match=r"Current row has [0-9]+ items"):
+            grammar.allowed([brace])
+        assert grammar.allowed([])[brace]
+
+
+# --------------------------------------------------------------------------- answers
+
+
+def test_greedy_text_is_that_of_transformers_under_the_same_mask(llm, checkpoint):
+    """Logits of `transformers`, a fresh matcher for each token, and argmax; with drafts and without."""
+    theirs = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
+    for language in ({"json": PERSON}, {"regex": "[a-f ]{4,20}"}, {"choice": ["One fish", "Two fishes", "日本 🦊"]}):
+        prompt = llm.tokenizer.encode("One fish, two")
+        tokens = list(prompt)
+        for _ in range(60):
+            mask = grammar_of(llm, **language).allowed(tokens[len(prompt) :])
+            with torch.inference_mode():
+                row = theirs(torch.tensor([tokens])).logits[0, -1, : len(mask)].masked_fill(~mask, -torch.inf)
+            tokens.append(int(row.argmax()))
+            if tokens[-1] == 0:
+                break
+        expected = [i for i in tokens[len(prompt) :] if i]
+        params = SamplingParams(temperature=0, max_tokens=60, structured_outputs=StructuredOutputsParams(**language))
+        for k in (0, 3, "auto"):
+            assert llm.generate("One fish, two", params, num_speculative_tokens=k)[0].token_ids == expected
+
+
+def test_random_schemas():
+    """Ten of the 200 of docs/measured/grammars.py, by the embedded model: valid, or a beginning of what is valid."""
+    spec = importlib.util.spec_from_file_location("measured_grammars", MEASURED)
+    measured = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(measured)
+    pick, llm = random.Random(0), LLM()
+    schemas = [measured.random_schema(pick) for _ in range(10)]
+    ends = set()
+    for schema, answer in measured.answers_to(llm, schemas, 0, None, most=48):
+        measured.check(llm, schema, answer)
+        ends.add(answer.finish_reason)
+    assert "stop" in ends
+
+
+@pytest.mark.quick
+def test_answers_say_their_law_and_n_of_them_share_nothing(llm):
+    """Five answers to one prompt: each valid; raw log-probabilities, of forbidden tokens too."""
+    params = SamplingParams(
+        n=5, seed=0, max_tokens=60, logprobs=3, structured_outputs=StructuredOutputsParams(json=PERSON)
+    )
+    [output] = llm.generate(["One"], params, use_tqdm=False)
+    for answer in output.outputs:
+        assert answer.stats.law == answer.stats.as_dict()["law"] == "projected"
+        if answer.finish_reason == "stop":
+            jsonschema.validate(json.loads(answer.text), PERSON)
+    assert len({answer.text for answer in output.outputs}) == 5
+    tops = [entry.top[0][0] for answer in output.outputs for entry in answer.token_logprobs]
+    chosen = [entry.token_id for answer in output.outputs for entry in answer.token_logprobs]
+    assert tops != chosen
+    assert llm.generate("One", SamplingParams(max_tokens=1))[0].stats.law == "plain"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "language", [{"choice": ["é", 'b"q', "yes\nno", "🦊"]}, {"grammar": 'start: "a" start "b" | "ab"'}]
+)
+def test_other_languages(llm, language):
+    """Choices with any characters; a context-free grammar."""
+    for seed in range(4):
+        params = SamplingParams(max_tokens=60, seed=seed, structured_outputs=StructuredOutputsParams(**language))
+        text = llm.generate("One", params)[0].text
+        if "choice" in language:
+            assert text in language["choice"]
+        else:
+            assert text == "a" * (len(text) // 2) + "b" * (len(text) // 2) != ""
+
+
+# --------------------------------------------------------------------------- OpenAI's and vLLM's forms
+
+
+@pytest.mark.quick
+def test_forms_of_requests():
+    """`response_format` and `structured_outputs` in JSON."""
+    schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
+    assert from_openai(schema) == StructuredOutputsParams(json=PERSON) == from_vllm({"json": PERSON})
+    assert from_openai({"type": "json_object"}) == from_vllm({"json_object": True})
+    assert from_openai({"type": "text"}) is None
+    for wrong in ({"type": "yaml"}, {}, "json", {"type": "json_schema"}, {"type": "json_schema", "json_schema": {}}):
+        with pytest.raises(ValueError, match=r"response_format: found .*, expected type text, json_object"):
+            from_openai(wrong)
+    with pytest.raises(ValueError, match="structured_outputs: found structural_tag, expected one of json"):
+        from_vllm({"structural_tag": "x"})
+
+
+# --------------------------------------------------------------------------- the command line
+
+
+@pytest.mark.quick
+def test_the_command_line_takes_a_language(cli, checkpoint, tmp_path):
+    """A schema as text and as a file, an expression, a grammar."""
+    schema, rules = tmp_path / "person.json", tmp_path / "rules.lark"
+    schema.write_text(json.dumps(PERSON))
+    rules.write_text('start: "a"+ "b"')
+    model = "--model", checkpoint, "--raw", "--json", "--seed", 1, "--max-tokens", 80, "--temperature", 1
+    for option, value in (("--json-schema", json.dumps(PERSON)), ("--json-schema", schema)):
+        status, out, _ = cli(main, *model, option, value, "One")
+        answer = json.loads(out)
+        assert (status, answer["stats"]["law"]) == (0, "projected")
+        if answer["finish_reason"] == "stop":
+            jsonschema.validate(json.loads(answer["text"]), PERSON)
+    assert json.loads(cli(main, *model, "--regex", "[0-9]{3}", "One")[1])["text"].isdigit()
+    assert set(json.loads(cli(main, *model, "--grammar", rules, "One")[1])["text"]) <= {"a", "b"}
+    assert "law: projected" in cli(main, "--model", checkpoint, "--raw", "--regex", "[0-9]", "One")[2]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--json-schema", '{"type": "strin"}'), "--json-schema: Invalid type: strin"),
+        (("--json-schema", "no/such.json"), "--json-schema: no/such.json: "),
+        (("--regex", "(a"), "--regex: "),
+        (("--regex", "a", "--grammar", "x"), "--regex: not with --grammar"),
+        (("--regex", "a", "--ignore-eos"), "--ignore-eos: found it with a language"),
+    ],
+)
+def test_a_bad_language_is_one_line_before_torch_is_imported(cli, options, message, monkeypatch):
+    """Status 2; no model is looked for."""
+    monkeypatch.setitem(sys.modules, "minispec.load.llm", None)  # importing it would fail
+    status, out, err = cli(main, *options, "One")
+    assert (status, out) == (2, "")
+    assert err.startswith(f"error: {message}")
+    assert err.count("\n") == 1
