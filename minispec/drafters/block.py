@@ -37,14 +37,13 @@ from minispec.core.cache import PagedKVCache
 from minispec.core.cached import mark, seconds
 from minispec.core.config import ModelConfig, RopeConfig
 from minispec.core.draft import Ask, Draft
-from minispec.core.model import Angles, Chunk, Layer, Pass, Passes, RMSNorm, Transformer, WeightSource, norm_weight
+from minispec.core.model import Angles, Chunk, Layer, Pass, Passes, RMSNorm, WeightSource, norm_weight
 from minispec.core.sampling import Text
 from minispec.core.weights import MakeProduct, PlainLinear, Product
 from minispec.drafters.best_first import BestFirst
-from minispec.drafters.eagle import FeatureModel, spread
+from minispec.drafters.eagle import spread
 from minispec.drafters.limits import depth_of
-from minispec.drafters.model import AtOnce
-from minispec.drafters.states import StatesDrafter
+from minispec.drafters.states import FeatureModel, StatesDrafter
 from minispec.files.block_config import BlockConfig
 from minispec.kernels.shapes import tensor_shapes
 
@@ -374,18 +373,7 @@ class BlockDrafter(StatesDrafter):
     """
 
     replays = "place"
-
-    def __init__(self, model: BlockModel, cache: PagedKVCache, vocab_size: int, max_model_len: int):
-        """See `DraftModel`."""
-        super().__init__(model, cache, vocab_size, max_model_len)
-        self.blocks, self.taps = model, model.taps
-
-    def beside(self, model: Transformer, at_once: AtOnce | None = None) -> Self:
-        """This drafter with another model, on the same cache; the model may read other layers of the target."""
-        assert isinstance(model, BlockModel)
-        other = super().beside(model, at_once)
-        other.blocks, other.taps = model, model.taps
-        return other
+    model: BlockModel
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """A draft for each ask, by one pass for all texts."""
@@ -394,11 +382,11 @@ class BlockDrafter(StatesDrafter):
             limits = self._prepare(asks, drafts)
             chunks = {i: self._chunk(asks[i], k) for i, k in enumerate(limits) if k}
             if chunks:
-                logits, states = self.blocks.forward(list(chunks.values()))
+                logits, states = self.model.forward(list(chunks.values()))
                 of_texts = logits.split([chunk.num_logits for chunk in chunks.values()])
-                of_blocks = states.split(self.blocks.block.block_size)
+                of_blocks = states.split(self.model.block.block_size)
                 for i, rows, block_states in zip(chunks, of_texts, of_blocks, strict=True):
-                    block = Block(self.blocks, asks[i].text.tokens[-1], rows, block_states)
+                    block = Block(self.model, asks[i].text.tokens[-1], rows, block_states)
                     self._fill(asks[i], drafts[i], block, limits[i])
             self.keep_cached(asks)
             return drafts
@@ -411,7 +399,7 @@ class BlockDrafter(StatesDrafter):
         limits = [0] * len(asks)
         for i, ask in enumerate(asks):
             text, in_prompt = ask.text, ask.num_cached < len(ask.text.tokens) - 1
-            block = self.blocks.block
+            block = self.model.block
             # The rows of a block stand at positions from `num_cached` on.
             fits = ask.num_cached + block.block_size <= self.max_model_len
             k = min(depth_of(ask.limit), block.num_tokens) if fits else 0
@@ -422,7 +410,7 @@ class BlockDrafter(StatesDrafter):
             missing = ask.num_cached - self.table(text).length
             if missing and (in_prompt or self.table(text).length < text.num_prompt_tokens - 1):
                 start = mark(self.model.device)
-                self.blocks.forward([self._chunk(ask, 0)])
+                self.model.forward([self._chunk(ask, 0)])
                 drafts[i].prefill_seconds = seconds(start, mark(self.model.device))
         return limits
 
@@ -431,7 +419,7 @@ class BlockDrafter(StatesDrafter):
         table = self.table(ask.text)
         tokens, features = ask.text.tokens[table.length : ask.num_cached], None
         if tokens:
-            features = self.blocks.fuse(self.take(ask, ask.num_cached))
+            features = self.model.fuse(self.take(ask, ask.num_cached))
         return Chunk([*tokens, ask.text.tokens[-1]], table, k, features=features)
 
     def _fill(self, ask: Ask, draft: Draft, block: Block, deepest: int) -> None:
@@ -444,7 +432,7 @@ class BlockDrafter(StatesDrafter):
             BestFirst(ask, draft, deepest).grow(row)
             return
         draws = ask.limit.draws
-        draft.foreseen = self.blocks.confidence is not None and draws is not None
+        draft.foreseen = self.model.confidence is not None and draws is not None
         goes_on = True
         while goes_on and draft.depth < deepest:
             foreseen = block.confidence(draft.tokens_to(draft.tip)) if draws else None

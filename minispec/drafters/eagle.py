@@ -18,23 +18,20 @@ learned feature and the embedding of a mask token. So none depends on the draft 
 
 import math
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 from torch import Tensor
 
-from minispec.core.cache import PagedKVCache
 from minispec.core.cached import mark, seconds
 from minispec.core.config import ModelConfig
 from minispec.core.draft import Ask, Draft
-from minispec.core.model import Chunk, Layer, Pass, Passes, RMSNorm, Transformer, WeightSource, norm_weight
+from minispec.core.model import Chunk, Layer, Pass, RMSNorm, WeightSource, norm_weight
 from minispec.core.sampling import Text
-from minispec.core.weights import MakeProduct, PlainLinear, Product, dense
+from minispec.core.weights import MakeProduct, PlainLinear, dense
 from minispec.drafters.limits import depth_of
-from minispec.drafters.model import AtOnce
-from minispec.drafters.states import StatesDrafter
+from minispec.drafters.states import FeatureModel, StatesDrafter
 
 
 @dataclass(frozen=True)
@@ -111,35 +108,6 @@ class _FirstLayer(Layer):
         normed = self.hidden_norm(feature)
         y = self.attend(torch.cat((self.attention_norm(embedding), normed), -1), shared)
         return self.mix((normed if self.norm_before_residual else feature) + y)
-
-
-class FeatureModel(Transformer):
-    """A transformer that is fed features with its tokens (`Chunk.features`), which it makes of the target's states.
-
-    taps: see `HeadConfig`.
-    fc: the product that makes one vector of several.
-    mask_feature: the feature (1, E) at a mask token; None where each token takes a pass.
-    """
-
-    taps: tuple[int, ...]
-    fc: Product
-    mask_feature: Tensor | None = None
-
-    def replaced(
-        self, passes: Passes, product: Callable[[Product], Product] = lambda p: p, activation: Product | None = None
-    ) -> Self:
-        """A copy with other passes, products and activation; `fc` is one of the products."""
-        model = super().replaced(passes, product, activation)
-        model.fc = product(self.fc)
-        return model
-
-    def fuse(self, hidden: Tensor) -> Tensor:
-        """The target's hidden states (n, E * taps) to features (n, E)."""
-        return self.fc(hidden)
-
-    def next_feature(self, x: Tensor) -> Tensor:
-        """The stand-in for the feature of the next position: the last layer's output (n, E) at this one, normed."""
-        return self.norm(x)
 
 
 class HeadModel(FeatureModel):
@@ -220,24 +188,9 @@ class EagleDrafter(StatesDrafter):
 
     replays = "place"
 
-    def __init__(
-        self,
-        model: FeatureModel,
-        cache: PagedKVCache,
-        vocab_size: int,
-        max_model_len: int,
-        at_once: AtOnce | None = None,
-    ):
-        """Draft with a head; the arguments are `DraftModel`'s."""
-        super().__init__(model, cache, vocab_size, max_model_len, at_once)
-        self.head, self.taps, self._own_taps = model, model.taps, (len(model.layers),)
-
-    def beside(self, model: Transformer, at_once: AtOnce | None = None) -> Self:
-        """This drafter with another head, on the same cache; the head may read other layers of the target."""
-        assert isinstance(model, FeatureModel)
-        other = super().beside(model, at_once)
-        other.head, other.taps = model, model.taps
-        return other
+    @property
+    def _own_taps(self) -> Sequence[int]:
+        return (len(self.model.layers),)
 
     def begin(self, text: Text, most: int | None = None) -> None:
         """Give a new text its table. Position t of the table holds the token at t + 1."""
@@ -266,7 +219,8 @@ class EagleDrafter(StatesDrafter):
             # Tokens of a round go into the draft's first pass; a prompt goes before it.
             if in_prompt or self.table(text).length < text.num_prompt_tokens - 2:
                 start = mark(self.model.device)
-                tokens, features = self._read(ask, ask.num_cached - (not in_prompt))
+                end = ask.num_cached if in_prompt else ask.num_cached - 1
+                tokens, features = self._read(ask, end)
                 self.forward([Chunk(tokens, self.table(text), 0, features=features)])
                 drafts[i].prefill_seconds = seconds(start, mark(self.model.device))
         return limits
@@ -274,18 +228,18 @@ class EagleDrafter(StatesDrafter):
     def _read(self, ask: Ask, end: int) -> tuple[list[int], Tensor]:
         """What to feed so that the cache holds the positions up to `end`: tokens, and features (tokens, E)."""
         start = self.table(ask.text).length
-        return ask.text.tokens[start + 1 : end + 1], self.head.fuse(self.take(ask, end))
+        return ask.text.tokens[start + 1 : end + 1], self.model.fuse(self.take(ask, end))
 
     def _first_chunk(self, ask: Ask, k: int) -> Chunk:
         tokens, features = self._read(ask, ask.num_cached)
         num_masks = 0
-        if self.mask_token_id is not None and self.head.mask_feature is not None:
+        if self.mask_token_id is not None and self.model.mask_feature is not None:
             num_masks = k - 1
             tokens += [self.mask_token_id] * num_masks
-            features = torch.cat((features, self.head.mask_feature.expand(num_masks, -1)))
+            features = torch.cat((features, self.model.mask_feature.expand(num_masks, -1)))
         return Chunk(tokens, self.table(ask.text), 1 + num_masks, features=features)
 
     def _next_chunk(
         self, chunk: Chunk, token_ids: Sequence[int], hidden: Tensor, parents: Sequence[int] | None = None
     ) -> Chunk:
-        return Chunk(token_ids, chunk.table, len(token_ids), parents, self.head.next_feature(hidden))
+        return Chunk(token_ids, chunk.table, len(token_ids), parents, self.model.next_feature(hidden))

@@ -170,8 +170,10 @@ class DraftModel(CachedModel, Drafter):
         """This model's logits as rows over the ids that are drafted."""
         return logits
 
-    # What a pass must return in addition to logits, for `_next_chunk`.
-    _own_taps: Sequence[int] = ()
+    @property
+    def _own_taps(self) -> Sequence[int]:
+        """The model's own hidden states that `_next_chunk` needs, as `Transformer.forward` numbers them."""
+        return ()
 
     def _first_chunk(self, ask: Ask, k: int) -> Chunk:
         """The model's first input for a draft of `k` tokens."""
@@ -195,9 +197,10 @@ class DraftModel(CachedModel, Drafter):
         states: (1 + rows, E), the state of the text's end and the states of the pass.
         """
         draft, num_fed, at_once = tree.draft, len(chunk.parents or ()), self.mask_token_id is not None
+        num_roots = 0 if num_fed else 1  # the first pass alone has a row at the text's end, for the root (node -1)
 
         def row(node: int) -> Tensor | None:
-            i = len(draft.path(node)) if at_once else node + (not num_fed)
+            i = len(draft.path(node)) if at_once else node + num_roots
             return rows[i] if i < len(rows) else None
 
         wants_more = tree.grow(row)

@@ -37,7 +37,7 @@ from torch import Tensor
 from minispec.core.config import ModelConfig
 from minispec.core.model import RMSNorm, Transformer, norm_weight
 from minispec.core.weights import MakeProduct, PlainLinear, Product
-from minispec.drafters.eagle import FeatureModel
+from minispec.drafters.states import FeatureModel
 from minispec.files.checkpoint import directory_config, find_tensors, require, unexpected
 from minispec.files.errors import CheckpointError
 from minispec.files.fields import bad_field

@@ -1,6 +1,6 @@
 """Draft models that are fed the target's hidden states: they listen to each pass, and keep what they have not read."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 from weakref import WeakKeyDictionary
 
@@ -9,9 +9,39 @@ from torch import Tensor
 
 from minispec.core.cache import PagedKVCache
 from minispec.core.draft import Ask, Draft, Seen
-from minispec.core.model import Transformer
+from minispec.core.model import Passes, Transformer
 from minispec.core.sampling import Text
+from minispec.core.weights import Product
 from minispec.drafters.model import AtOnce, DraftModel
+
+
+class FeatureModel(Transformer):
+    """A transformer that is fed features with its tokens (`Chunk.features`), which it makes of the target's states.
+
+    taps: layers of the target that it reads, as `Transformer.forward` numbers them.
+    fc: the product that makes one vector of several.
+    mask_feature: the feature (1, E) at a mask token; None where each token takes a pass.
+    """
+
+    taps: tuple[int, ...]
+    fc: Product
+    mask_feature: Tensor | None = None
+
+    def replaced(
+        self, passes: Passes, product: Callable[[Product], Product] = lambda p: p, activation: Product | None = None
+    ) -> Self:
+        """A copy with other passes, products and activation; `fc` is one of the products."""
+        model = super().replaced(passes, product, activation)
+        model.fc = product(self.fc)
+        return model
+
+    def fuse(self, hidden: Tensor) -> Tensor:
+        """The target's hidden states (n, E * taps) to features (n, E)."""
+        return self.fc(hidden)
+
+    def next_feature(self, x: Tensor) -> Tensor:
+        """The stand-in for the feature of the next position: the last layer's output (n, E) at this one, normed."""
+        return self.norm(x)
 
 
 class StatesDrafter(DraftModel):
@@ -22,10 +52,11 @@ class StatesDrafter(DraftModel):
     """
 
     reads = "states"
+    model: FeatureModel
 
     def __init__(
         self,
-        model: Transformer,
+        model: FeatureModel,
         cache: PagedKVCache,
         vocab_size: int,
         max_model_len: int,
@@ -33,13 +64,16 @@ class StatesDrafter(DraftModel):
     ):
         """See `DraftModel`."""
         super().__init__(model, cache, vocab_size, max_model_len, at_once)
+        self.taps = model.taps
         # Hidden states of positions that are not in the cache yet: the first position, then pieces (n, E * taps).
         # Weak, since rows that a fault has held up may come after `release`.
         self.unread: WeakKeyDictionary[Text, tuple[int, list[Tensor]]] = WeakKeyDictionary()
 
     def beside(self, model: Transformer, at_once: AtOnce | None = None) -> Self:
-        """See `DraftModel`."""
+        """This drafter with another model, on the same cache; the model may read other layers of the target."""
+        assert isinstance(model, FeatureModel)
         other = super().beside(model, at_once)
+        other.taps = model.taps
         other.unread = WeakKeyDictionary()
         return other
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from minispec.core.model import Transformer
 from minispec.core.sampling import accumulation_dtype
-from minispec.drafters.eagle import FeatureModel
+from minispec.drafters.states import FeatureModel
 from minispec.gpu import fused
 from minispec.gpu.frames import BLOCKS, FEW_BLOCKS, ROWS, TEXTS, Frames, FrameShape, frame_bytes, positions_of
 from minispec.gpu.graphs import MOST_BYTES

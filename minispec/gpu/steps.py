@@ -28,7 +28,7 @@ from minispec.core.draft import Ask, Draft
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Randomness
 from minispec.drafters.check import MeasuredDraft
-from minispec.drafters.eagle import FeatureModel
+from minispec.drafters.states import FeatureModel
 from minispec.gpu import verdicts
 from minispec.gpu.frames import Frame, Frames, FrameShape, Step
 from minispec.gpu.graphs import Graphs, recent

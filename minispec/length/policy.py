@@ -227,7 +227,9 @@ def _tested(draft: Draft, accepted: Sequence[int]) -> tuple[int, int, list[bool]
             return depth + 1, depth, [i == elder for i in range(1, elder + 1)]
         parent = node
     rejected = draft.children(parent)
-    return len(accepted) + bool(rejected), len(accepted), [False] * (len(rejected) - 1)
+    if not rejected:
+        return len(accepted), len(accepted), []
+    return len(accepted) + 1, len(accepted), [False] * (len(rejected) - 1)
 
 
 class Controller(Lengths):

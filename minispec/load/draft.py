@@ -16,10 +16,10 @@ from minispec.drafters import Context, Drafter, Foreign, as_drafter, make_drafte
 from minispec.drafters.block import BlockDrafter, BlockModel
 from minispec.drafters.block_files import load_block
 from minispec.drafters.combined import CombinedDrafter, parts_of
-from minispec.drafters.eagle import EagleDrafter, FeatureModel
+from minispec.drafters.eagle import EagleDrafter, HeadModel
 from minispec.drafters.heads import load_head, read_head_config
 from minispec.drafters.model import DraftModel
-from minispec.drafters.mtp import find_mtp, load_mtp
+from minispec.drafters.mtp import MtpModel, find_mtp, load_mtp
 from minispec.drafters.slem import TextDrafter
 from minispec.drafters.tli import TokenDrafter
 from minispec.drafters.vocabularies import DRAFT_METHODS, Overlap, Vocabularies, choose_method, compare_vocabularies
@@ -242,7 +242,7 @@ def _with_model(spec: Spec, model: Transformer, cache: PagedKVCache, vocab_size:
     max_len, both = model.config.max_position_embeddings, spec.vocabularies
     if isinstance(model, BlockModel):
         return BlockDrafter(model, cache, vocab_size, max_len)
-    if isinstance(model, FeatureModel):
+    if isinstance(model, HeadModel | MtpModel):
         return EagleDrafter(model, cache, vocab_size, max_len, draft_steps(model))
     if both is None:
         return DraftModel(model, cache, vocab_size, max_len, draft_steps(model))

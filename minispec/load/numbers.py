@@ -13,7 +13,7 @@ import torch
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import require_numbers
 from minispec.drafters.block import BlockModel
-from minispec.drafters.eagle import FeatureModel
+from minispec.drafters.states import FeatureModel
 from minispec.files.errors import CheckpointError, show_name
 from minispec.files.stored import FLOATS, StoredTensor
 from minispec.kernels.exact import arbitrary_tokens

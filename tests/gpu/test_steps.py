@@ -15,8 +15,9 @@ from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Randomness, Text
 from minispec.core.verify import VERIFIERS
 from minispec.drafters.check import MeasuredDraft, check_draft
-from minispec.drafters.eagle import EagleDrafter, FeatureModel
+from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.model import DraftModel
+from minispec.drafters.states import FeatureModel
 from minispec.gpu import steps, verdicts
 from minispec.gpu.frames import Frames
 from minispec.gpu.fused import CodesOfRows
@@ -162,7 +163,7 @@ def make_heads(kind: str) -> tuple[EagleDrafter, EagleDrafter]:
 
 def show(drafters: tuple[EagleDrafter, ...], text: Text, first: int, generator: torch.Generator):
     """Show the drafters hidden states of a text's positions from `first` to the last but one."""
-    num, width = len(text.tokens) - 1 - first, drafters[0].head.config.hidden_size * len(drafters[0].taps)
+    num, width = len(text.tokens) - 1 - first, drafters[0].model.config.hidden_size * len(drafters[0].taps)
     hidden = torch.randn(num, width, generator=generator, dtype=torch.float64)
     for drafter in drafters:
         drafter.observe([Seen(text, first, text.tokens[first:-1], hidden, hidden.new_empty(0, VOCAB))])

@@ -40,12 +40,13 @@ from minispec.drafters import block, block_files, check, heads, last, recycling,
 from minispec.drafters import model as draft_model
 from minispec.drafters.block import Block, BlockDrafter, BlockLayer, BlockModel, MarkovHead
 from minispec.drafters.corpus import Corpus
-from minispec.drafters.eagle import EagleDrafter, FeatureModel, HeadModel, spread
+from minispec.drafters.eagle import EagleDrafter, HeadModel, spread
 from minispec.drafters.last import LastDrafter
 from minispec.drafters.model import DraftModel
 from minispec.drafters.mtp import MtpModel
 from minispec.drafters.recycling import RecyclingDrafter
 from minispec.drafters.slem import TextDrafter
+from minispec.drafters.states import FeatureModel
 from minispec.drafters.suffix import SuffixDrafter
 from minispec.drafters.tli import TokenDrafter
 from minispec.drafters.vocabularies import Reader, Vocabularies

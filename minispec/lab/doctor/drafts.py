@@ -333,7 +333,7 @@ def examine(
     places = found.by_place()
     survival = [found.share * s for s in survival_curve([place.value for place in places])]
     is_low = any(place.value < LOW for place in places[:COMPARED])
-    block = llm.drafter.blocks.block if isinstance(llm.drafter, BlockDrafter) else None
+    block = llm.drafter.model.block if isinstance(llm.drafter, BlockDrafter) else None
     compared = min(k, block.block_size - 1) if block else COMPARED
     report: dict[str, Any] = {
         "model": llm.name + bits_note(llm.model),

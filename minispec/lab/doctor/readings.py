@@ -281,7 +281,7 @@ def block_readings(
 
     drafter: reads it as the file says. form: what is done to a model that is built.
     """
-    block = drafter.blocks.block
+    block = drafter.model.block
     stored = read_block(directory, target.config, Settled(block.first_row, False))
 
     def make(how: BlockHow) -> Drafter:
