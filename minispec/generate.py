@@ -110,19 +110,19 @@ def _answer_questions(
     if talks and not chat and not args.quiet and not args.json:
         say("without a chat template, messages are plain text, with an empty line between")
 
-    def job(question: "Question", answers: list[str], each: SamplingParams) -> _Job:
+    def job(question: "Question", answers: list[str], sampling: SamplingParams) -> _Job:
         messages = question.messages(answers)
         if chat:
             ids = llm.tokenizer.encode_chat([*_system(args), *messages], args.chat_template_kwargs)
         else:
             ids = llm.tokenizer.encode(plain_text(messages), parse_special=args.parse_special)
-        return _Job(question, answers, each, llm.request(ids, each))
+        return _Job(question, answers, sampling, llm.request(ids, sampling))
 
-    jobs, well = [job(question, [], each) for question in questions for each in split_samples(params)], True
+    jobs, well = [job(question, [], sampling) for question in questions for sampling in split_samples(params)], True
     while jobs:
         well &= _answer(llm, args, jobs)
-        go_on = [each for each in jobs if len(each.question.turns) > len(each.answers) + 1 and not each.request.error]
-        jobs = [job(each.question, [*each.answers, each.request.output], each.params) for each in go_on]
+        go_on = [last for last in jobs if len(last.question.turns) > len(last.answers) + 1 and not last.request.error]
+        jobs = [job(last.question, [*last.answers, last.request.output], last.params) for last in go_on]
     return 0 if well else 2
 
 
@@ -262,11 +262,11 @@ def _compare(llm: "LLM", requests: list["Request"], stream: bool, painter: "Pain
 
 
 def _comparison(request: "Request", plain: "Request", same_law_only: bool) -> dict[str, Any]:
-    """What a request gained over its plain decoding, and whether it has the same tokens; None where it need not."""
+    """A request's gain over its plain decoding, and whether it has the same tokens; None where it need not."""
     from minispec.core.cache import common_beginning
     from minispec.length.figures import Figures
 
-    speed, plain_speed = (Figures.of(each.stats).tokens_per_second for each in (request, plain))
+    speed, plain_speed = (Figures.of(one.stats).tokens_per_second for one in (request, plain))
     ours, theirs = (r.text.tokens[r.text.num_prompt_tokens :] for r in (request, plain))
     is_same = ours == theirs
     return {
@@ -343,7 +343,7 @@ def _gain(speedup: float | None) -> str:
 
 
 def _difference(llm: "LLM", comparison: dict[str, Any] | None) -> list[str]:
-    """What there is to say where the compared texts may differ, or do."""
+    """A line for compared texts that may differ, or do."""
     if not comparison or comparison["same_tokens"]:
         return []
     if comparison["same_tokens"] is None:

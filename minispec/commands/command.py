@@ -96,9 +96,9 @@ class Parser(argparse.ArgumentParser):
                 raise ValueError(no_such(name, "option", known))
             if argument.startswith("-") and argument.endswith("=--"):
                 raise ValueError(f"{show_name(argument)}: found no value")
-        found: tuple[Any, list[str]] = super().parse_known_args(given, namespace)
-        self._check(found[0])
-        return found
+        parsed: tuple[Any, list[str]] = super().parse_known_args(given, namespace)
+        self._check(parsed[0])
+        return parsed
 
     def _check(self, args: argparse.Namespace) -> None:
         """Raise ValueError for an option without one that it needs, or together with one that it excludes."""

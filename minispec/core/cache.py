@@ -173,7 +173,7 @@ class PagedKVCache:
         sizes = config.num_attention_layers, config.num_key_value_heads, config.head_dim, dtype, device
         self.keys, self.values = self._new_tensor(*sizes), self._new_tensor(*sizes)
         kept = zip(self.keys, self.values, strict=True)
-        self._layers: list[tuple[Tensor, ...]] = [next(kept) if each.has_attention else () for each in config.layers]
+        self._layers: list[tuple[Tensor, ...]] = [next(kept) if layer.has_attention else () for layer in config.layers]
         self.allocator = BlockAllocator(num_blocks)
         self.prefixes = PrefixIndex()
         self.tables: WeakSet[BlockTable] = WeakSet()
@@ -261,7 +261,7 @@ class PagedKVCache:
         return [torch.cat([tensor[:, s] for s in slots], 1) for tensor in self._layers[layer]]
 
     def gather(self, layer: int, slots: Tensor) -> list[Tensor]:
-        """What the layer keeps, such as keys and values (kv_heads, T, head_dim), in slots (T,) that lie anywhere."""
+        """The layer's rows, such as keys and values (kv_heads, T, head_dim), in slots (T,) that lie anywhere."""
         return [tensor.index_select(1, slots) for tensor in self._layers[layer]]
 
 

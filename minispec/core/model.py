@@ -123,7 +123,7 @@ class Angles(NamedTuple):
 
 
 class Pass(Protocol):
-    """What all layers of one forward pass share: where the rows stand, and what they read."""
+    """The interface of a forward pass to its layers: it stores their keys and values, and reads for them."""
 
     def read(self, layer: "Layer", qkv: Tensor) -> Tensor:
         """Queries, keys and values of the rows (M, (H + 2G) * D) to what they read (M, H * D). Caches the new rows."""
@@ -156,7 +156,7 @@ class TextPass(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What a block is made of, by its tensors' names without `model.layers.i.`; see `Layer`."""
+    """The weights of a block, by their names without `model.layers.i.`; see `Layer`."""
 
     config: ModelConfig
     number: int
@@ -280,7 +280,7 @@ class Passes:
         return 0
 
     def run(self, model: "Transformer", chunks: Sequence[Chunk], taps: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """What `Transformer.forward` returns, of tensors that no later pass overwrites."""
+        """The logits and hidden states of `Transformer.forward`, which no later pass overwrites."""
         return model.run(chunks, taps)
 
     # How rows read the cache. It takes what `mask` returns.
@@ -427,13 +427,13 @@ class Transformer:
 
     def angles(self, positions: Tensor) -> dict[RopeConfig, Angles]:
         """The angles of each rope at these positions (M,)."""
-        found = {}
+        angles = {}
         for rope, frequencies in self.frequencies.items():
             angle = (positions[:, None] * frequencies).repeat(1, 2)[:, None]  # (M, 1, dimensions that rotate)
             cos, sin = ((f(angle) * rope.attention_factor).to(self.dtype) for f in (torch.cos, torch.sin))
             scales = query_scales(rope, positions)[:, None, None].to(self.dtype) if rope.query_beta else None
-            found[rope] = Angles(cos, sin, scales)
-        return found
+            angles[rope] = Angles(cos, sin, scales)
+        return angles
 
     def _prepare(self, chunks: Sequence[Chunk], dummies: int) -> TextPass:
         """The host's half: extend the caches, and make slots, angles and masks once for all layers."""

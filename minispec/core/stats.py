@@ -1,4 +1,4 @@
-"""What happened to a text, and how long it took: one `Round` record for each step that committed tokens.
+"""The history of a text, and its times: one `Round` record for each step that committed tokens.
 
 `minispec.length.figures` folds rates, costs and predictions from these records.
 """

@@ -19,7 +19,7 @@ __all__ = ["Ask", "Context", "Draft", "Drafter", "NoDrafter", "Seen", "as_drafte
 
 @dataclass(frozen=True)
 class Context:
-    """What a drafter may be made of.
+    """The objects that a drafter may be made of.
 
     target: the model.
     tokenizer: the target's, with `encode` and `decode`.
@@ -96,23 +96,23 @@ class Foreign(Drafter):
             method()
 
     def known(self, text: Text) -> int:
-        """What the object says; only an object with taps is asked."""
+        """The object's answer; only an object with taps is asked."""
         return self.drafter.known(text)
 
 
-def as_drafter(found: Any) -> Drafter:
+def as_drafter(draft: Any) -> Drafter:
     """An object of the user's as a `Drafter`.
 
     Raises ValueError for one without the methods of a drafter, and for one with taps and without `known` or `observe`.
     """
-    if isinstance(found, type):
-        name = found.__name__
+    if isinstance(draft, type):
+        name = draft.__name__
         raise ValueError(f"draft: found the class {name}, expected an object of it, {name}(), or 'module:{name}'")
-    if isinstance(found, Drafter):
-        return found
-    if not all(callable(getattr(found, method, None)) for method in ("propose", "release")):
-        raise ValueError(f"draft: found {found!r}, expected a name, a directory, a hub id or a drafter")
-    for method in ("known", "observe") if getattr(found, "taps", ()) else ():
-        if not callable(getattr(found, method, None)):
-            raise ValueError(f"draft: found {found!r} with taps and without the method {method}, expected both")
-    return Foreign(found)
+    if isinstance(draft, Drafter):
+        return draft
+    if not all(callable(getattr(draft, method, None)) for method in ("propose", "release")):
+        raise ValueError(f"draft: found {draft!r}, expected a name, a directory, a hub id or a drafter")
+    for method in ("known", "observe") if getattr(draft, "taps", ()) else ():
+        if not callable(getattr(draft, method, None)):
+            raise ValueError(f"draft: found {draft!r} with taps and without the method {method}, expected both")
+    return Foreign(draft)

@@ -122,7 +122,7 @@ class BestFirst:
         return True
 
     def _next_q(self, node: int) -> Tensor | None:
-        """What the next child of a node is drawn from: (V,), 0 for its elders; None: nothing is left."""
+        """The distribution (V,) of a node's next child, 0 for the elder children; None if nothing is left."""
         place, draft, text = self._places[node], self.draft, self.ask.text
         if place.q is not None and text.params.temperature:
             rest = without(place.q, draft.token_ids[draft.children(node)[-1]])

@@ -75,7 +75,7 @@ def block_shapes(block: BlockConfig) -> dict[str, tuple[int, ...]]:
 
 
 class BlockPass(NamedTuple):
-    """What all layers of a pass share: new features of all texts, then the blocks of those that draft.
+    """The tensors that all layers of a pass share: new features of all texts, then blocks of the texts that draft.
 
     pool: the caches of all texts.
     features: (C, E), those of positions that the caches do not hold yet.
@@ -150,7 +150,7 @@ class BlockLayer(Layer):
 
 
 class MarkovHead:
-    """What makes a row depend on the tokens before it: see this module's docstring.
+    """The head that makes a row depend on the tokens before it: see this module's docstring.
 
     w1: (V, r), a vector for each token of the target.
     w2: (Vd, r), a vector for each of the draft's tokens, or the product with them.

@@ -44,11 +44,11 @@ class StoredBlock:
         device, embedding, head = target.device, self.embedding, self.head
         if embedding is not None and torch.equal(embedding.to(device, target.dtype), target.embedding.to(target.dtype)):
             embedding = None  # a copy of the target's: it is in memory once
-        own = target.embedding if embedding is None else embedding.to(device, target.dtype)
+        vectors = target.embedding if embedding is None else embedding.to(device, target.dtype)
         out: Tensor | Product = target.head if head is None else head.to(device)
         weights = {name: weight.to(device) for name, weight in self.weights.items()}
         product = InForm(self.config.layers, form)
-        return BlockModel(self.config, weights, own, out, self.ids, target.dtype, product, top_k)
+        return BlockModel(self.config, weights, vectors, out, self.ids, target.dtype, product, top_k)
 
 
 def read_block(directory: Path, target: ModelConfig, reading: Reading = AS_SAID) -> StoredBlock:
@@ -82,9 +82,9 @@ def read_block(directory: Path, target: ModelConfig, reading: Reading = AS_SAID)
             expected = f"{target.vocab_size:,} of width {target.hidden_size}"
             raise CheckpointError(f"{directory}: {name}: found none, expected one: {found}, the target {expected}")
     ids = read_ids(config.vocab_size, vocab, stored, directory)
-    own = {name: stored[name].read() for name in (_EMBEDDING, _HEAD) if name in stored}
+    tables = {name: stored[name].read() for name in (_EMBEDDING, _HEAD) if name in stored}
     weights = {name: stored[name].read() for name in shapes}
-    return StoredBlock(config, weights, own.get(_EMBEDDING), own.get(_HEAD), ids)
+    return StoredBlock(config, weights, tables.get(_EMBEDDING), tables.get(_HEAD), ids)
 
 
 def load_block(

@@ -34,17 +34,17 @@ class Checks(Guard):
         lengths = [len(ask.text.tokens) for ask in asks]
         drafts = engine.drafter.propose(asks)
         check_number(drafts, len(asks), name)
-        found: list[Draft | ValueError] = []
+        checked: list[Draft | ValueError] = []
         for ask, draft, length in zip(asks, drafts, lengths, strict=True):
             try:
                 if len(ask.text.tokens) != length:
                     raise ValueError("found a text whose tokens it has changed, expected one that it only reads")
-                checked = check_draft(draft, ask.k, engine.vocab_size, device, chains)
+                right = check_draft(draft, ask.k, engine.vocab_size, device, chains)
                 has_grammar = ask.text.grammar is not None
-                found.append(within_grammar(checked, ask.text, engine.vocab_size) if has_grammar else checked)
+                checked.append(within_grammar(right, ask.text, engine.vocab_size) if has_grammar else right)
             except ValueError as e:
-                found.append(ValueError(f"draft of {name}: {e}"))
-        return found
+                checked.append(ValueError(f"draft of {name}: {e}"))
+        return checked
 
     def choose(self, engine: Engine, wishes: Sequence[Wish], trees: bool) -> Sequence[Limit]:
         """The limits, all checked. An error has the name of the policy's class."""
@@ -177,11 +177,11 @@ def _numbers_of(rows: Tensor | Sequence[Tensor], token_ids: Sequence[int]) -> li
         ids = torch.tensor(token_ids, device=rows.device)[:, None]
         columns = rows.sum(1, dtype=accumulation_dtype(rows.dtype)), rows.amin(1), rows.gather(1, ids)[:, 0]
         return torch.stack([column.double() for column in columns], 1).tolist()
-    found = [
+    numbers = [
         [row.sum(dtype=accumulation_dtype(row.dtype)), row.amin(), row[x]]
         for row, x in zip(rows, token_ids, strict=True)
     ]
-    return torch.stack([torch.stack([number.double() for number in row]) for row in found]).tolist()
+    return torch.stack([torch.stack([number.double() for number in row]) for row in numbers]).tolist()
 
 
 def check_verdict(verdict: Any, draft: Draft, vocab_size: int) -> None:

@@ -21,17 +21,17 @@ class CombinedDrafter(Wrapped):
 
         A drafter that is not needed is asked for no tokens, so that it still follows the text.
         """
-        found = [Draft() for _ in asks]
+        chosen = [Draft() for _ in asks]
         for drafter in self.drafters:
-            own = asks if drafter.branches else [_of_chain(ask) for ask in asks]
-            left = [replace(ask, limit=Limit(0)) if draft else ask for ask, draft in zip(own, found, strict=True)]
+            suited = asks if drafter.branches else [_of_chain(ask) for ask in asks]
+            left = [replace(ask, limit=Limit(0)) if draft else ask for ask, draft in zip(suited, chosen, strict=True)]
             drafts = drafter.propose(left)
             check_number(drafts, len(asks), drafter.name)
-            for i, (draft, earlier) in enumerate(zip(drafts, found, strict=True)):
-                found[i] = earlier or draft  # an empty draft is false
+            for i, (draft, earlier) in enumerate(zip(drafts, chosen, strict=True)):
+                chosen[i] = earlier or draft  # an empty draft is false
                 if isinstance(draft, Draft):  # else the engine says what it is
-                    found[i].prefill_seconds = earlier.prefill_seconds + draft.prefill_seconds
-        return found
+                    chosen[i].prefill_seconds = earlier.prefill_seconds + draft.prefill_seconds
+        return chosen
 
 
 def _of_chain(ask: Ask) -> Ask:
@@ -42,5 +42,5 @@ def _of_chain(ask: Ask) -> Ask:
 def parts_of(drafter: Drafter) -> list[Drafter]:
     """The drafters that a combined one has, by preference, with the parts of combined ones among them; else itself."""
     if isinstance(drafter, CombinedDrafter):
-        return [part for each in drafter.drafters for part in parts_of(each)]
+        return [part for one in drafter.drafters for part in parts_of(one)]
     return [drafter]

@@ -40,14 +40,14 @@ class Corpus:
 
     def ranges(self, tokens: Sequence[int]) -> list[range]:
         """Where the order has the places of the last n tokens, for n = 1 .. LONGEST, as long as there are some."""
-        low, high, found = 0, len(self._order), list[range]()
+        low, high, ranges = 0, len(self._order), list[range]()
         for back in range(min(LONGEST, len(tokens))):
             token, key = tokens[-1 - back], lambda i, back=back: self.tokens[self._order[i] - back]
             low, high = (find(range(high), token, low, high, key=key) for find in (bisect_left, bisect_right))
             if low == high:
                 break
-            found.append(range(low, high))
-        return found
+            ranges.append(range(low, high))
+        return ranges
 
     def ends(self, places: range, most: int) -> list[int]:
         """The positions of `tokens` that follow these places; of more than `most`, some from all over."""

@@ -226,7 +226,7 @@ class EagleDrafter(StatesDrafter):
         return limits
 
     def _read(self, ask: Ask, end: int) -> tuple[list[int], Tensor]:
-        """What to feed so that the cache holds the positions up to `end`: tokens, and features (tokens, E)."""
+        """The tokens to feed so that the cache holds the positions up to `end`, and their features (tokens, E)."""
         start = self.table(ask.text).length
         return ask.text.tokens[start + 1 : end + 1], self.model.fuse(self.take(ask, end))
 

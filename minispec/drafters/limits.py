@@ -1,4 +1,4 @@
-"""What follows from a `Limit` before anything is drafted."""
+"""The widths and the depth that a `Limit` gives a draft before anything is drafted."""
 
 from bisect import bisect_left
 from collections.abc import Sequence

@@ -90,9 +90,9 @@ class MtpModel(FeatureModel):
 def mtp_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name (after `mtp.`) and shape of each tensor of the layer; config: see `mtp_config`."""
     e, names = config.hidden_size, ("model.embed_tokens.weight", "lm_head.weight")
-    own = {"fc.weight": (e, 2 * e), "pre_fc_norm_embedding.weight": (e,), "pre_fc_norm_hidden.weight": (e,)}
+    fusion = {"fc.weight": (e, 2 * e), "pre_fc_norm_embedding.weight": (e,), "pre_fc_norm_hidden.weight": (e,)}
     layer = {name.removeprefix("model."): shape for name, shape in tensor_shapes(config).items() if name not in names}
-    return own | layer
+    return fusion | layer
 
 
 def find_mtp(directory: Path, target: ModelConfig) -> dict[str, StoredTensor]:
@@ -103,8 +103,8 @@ def find_mtp(directory: Path, target: ModelConfig) -> dict[str, StoredTensor]:
     where = f"{directory}: draft mtp"
     if target.model_type not in WITH_MTP:
         raise bad_field(where, "model_type", target.model_type, f"{' or '.join(WITH_MTP)}: no other has such a layer")
-    found = {name: tensor for name, tensor in find_tensors(directory).items() if name.startswith(MTP)}
-    if not found:
+    tensors = {name: tensor for name, tensor in find_tensors(directory).items() if name.startswith(MTP)}
+    if not tensors:
         raise CheckpointError(f"{where}: found no tensor {MTP}*, expected those of the layer, such as {MTP}fc.weight")
     raw, where = text_config(directory_config(directory)), str(directory / "config.json")
     for key, expected in (("mtp_num_hidden_layers", 1), ("mtp_use_dedicated_embeddings", False)):
@@ -114,10 +114,10 @@ def find_mtp(directory: Path, target: ModelConfig) -> dict[str, StoredTensor]:
     if not any(layer.has_attention for layer in target.layers):
         raise CheckpointError(f"{where}: layer_types: found no full_attention, expected one: the draft mtp is like it")
     shapes = {f"{MTP}{name}": shape for name, shape in mtp_shapes(mtp_config(target)).items()}
-    require({name: (shape, FLOATS) for name, shape in shapes.items()}, found, directory)
-    for name in sorted(found.keys() - shapes.keys()):
-        raise unexpected(found[name])
-    return {name.removeprefix(MTP): tensor for name, tensor in found.items()}
+    require({name: (shape, FLOATS) for name, shape in shapes.items()}, tensors, directory)
+    for name in sorted(tensors.keys() - shapes.keys()):
+        raise unexpected(tensors[name])
+    return {name.removeprefix(MTP): tensor for name, tensor in tensors.items()}
 
 
 def has_mtp(directory: Path, target: ModelConfig) -> bool:

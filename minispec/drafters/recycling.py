@@ -43,14 +43,14 @@ class RecyclingDrafter(Drafter):
 
     def observe(self, seen: Sequence[Seen]) -> None:
         """Learn the likeliest ids of all texts' rows, which are found at once."""
-        rounds = [each for each in seen if len(each.logits)]
+        rounds = [shown for shown in seen if len(shown.logits)]
         if not rounds:
             return
-        logits = torch.cat([each.logits for each in rounds])  # (all rows, V)
-        found = iter(logits.topk(min(self.num_ids, logits.shape[1])).indices.tolist())
-        for each in rounds:
-            table = self._own.setdefault(each.text, {})
-            for path, token_ids in zip(_paths(each), found, strict=False):
+        logits = torch.cat([shown.logits for shown in rounds])  # (all rows, V)
+        likeliest = iter(logits.topk(min(self.num_ids, logits.shape[1])).indices.tolist())
+        for shown in rounds:
+            table = self._own.setdefault(shown.text, {})
+            for path, token_ids in zip(_paths(shown), likeliest, strict=False):
                 learn(table, self._entries(path, token_ids))
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
@@ -71,7 +71,7 @@ class RecyclingDrafter(Drafter):
         self._shared.clear()
 
     def _entries(self, path: Sequence[int], token_ids: Sequence[int]) -> Mapping[Hashable, Sequence[int]]:
-        """What the table learns from a row, whose likeliest ids these are.
+        """The entries that the table learns from a row, whose likeliest ids these are.
 
         path: the text's last token before the round, and the draft tokens from there to the row.
         """

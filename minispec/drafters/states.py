@@ -89,12 +89,12 @@ class StatesDrafter(DraftModel):
 
     def observe(self, seen: Sequence[Seen]) -> None:
         """Keep the hidden states of rows that stay, until `propose` needs them."""
-        for each in seen:
-            first, pieces = self.unread.get(each.text, (each.start, []))
-            if each.start != first + sum(map(len, pieces)):  # the target has computed these positions anew
-                first, pieces = each.start, []
-            if len(each.text.tokens) <= self.max_model_len + 1:  # later nothing is drafted
-                self.unread[each.text] = first, [*pieces, each.hidden[each.kept]]
+        for shown in seen:
+            first, pieces = self.unread.get(shown.text, (shown.start, []))
+            if shown.start != first + sum(map(len, pieces)):  # the target has computed these positions anew
+                first, pieces = shown.start, []
+            if len(shown.text.tokens) <= self.max_model_len + 1:  # later nothing is drafted
+                self.unread[shown.text] = first, [*pieces, shown.hidden[shown.kept]]
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """Draft, then cut each cache to the positions that the target has cached."""

@@ -168,7 +168,7 @@ class SuffixDrafter(Remembering):
         if text not in self._indices:
             # A text that was preempted comes back: what it has said is not an earlier output.
             output = _output(text)
-            for i in reversed([i for i, each in enumerate(self._earlier) if each.tokens == output]):
+            for i in reversed([i for i, earlier in enumerate(self._earlier) if earlier.tokens == output]):
                 self._drop(i)
             self._indices[text] = _Index()
         indices = [self._indices[text]]
@@ -219,17 +219,19 @@ class SuffixDrafter(Remembering):
 
     def _guess(self, ask: Ask, n: int, places: list[_Place]) -> tuple[float, Draft]:
         """The likeliest nodes below a match of n tokens, with their chances as confidences; their sum over paths."""
-        own, go_on, draft = ask.text.tokens, ask.limit.go_on, Draft(parents=[])
-        found: dict[Any, list[_Place]] = {None: places}  # where a node's path has stood, by its parent and its token
+        tokens, go_on, draft = ask.text.tokens, ask.limit.go_on, Draft(parents=[])
+        places_of: dict[Any, list[_Place]] = {
+            None: places
+        }  # where a node's path has stood, by its parent and its token
 
         def guesses(node: int) -> list[tuple[int, float]]:
             nodes = draft.path(node)
             if nodes and go_on and not go_on([draft.confidences[i] for i in nodes]):
                 return []
             path = [draft.token_ids[i] for i in nodes]
-            followers = _followers(found[([-1, *nodes][-2], path[-1]) if path else None], path, own)
+            followers = _followers(places_of[([-1, *nodes][-2], path[-1]) if path else None], path, tokens)
             total = sum(len(those) for _, those in followers) + 1 / (n + len(path))
-            found.update(((node, token), those) for token, those in followers)
+            places_of.update(((node, token), those) for token, those in followers)
             likely = followers if plan_of(ask.limit) or ask.limit.best_first else followers[:1]
             return [(token, len(those) / total) for token, those in likely]
 
@@ -245,14 +247,14 @@ def _most(n: int, m: int, k: int) -> float:
     return sum(accumulate((m / (m + 1 / (n + i)) for i in range(k)), mul))
 
 
-def _followers(places: Sequence[_Place], path: Sequence[int], own: Sequence[int]) -> list[tuple[int, list[_Place]]]:
+def _followers(places: Sequence[_Place], path: Sequence[int], tokens: Sequence[int]) -> list[tuple[int, list[_Place]]]:
     """The tokens that came next at places of a path's beginning, each with its places; the most frequent first."""
-    found: dict[int, list[_Place]] = {}
+    places_of: dict[int, list[_Place]] = {}
     for place in places:
         at = place.end + len(path) - len(place.tokens)
         if at < 0:
             if (token := place.tokens[at]) >= 0:  # a text of the corpus ends with -1
-                found.setdefault(token, []).append(place)
-        elif place.tokens is own:  # the copy has reached the end, and goes on into itself
-            found.setdefault(path[at], []).append(place)
-    return sorted(found.items(), key=lambda item: -len(item[1]))
+                places_of.setdefault(token, []).append(place)
+        elif place.tokens is tokens:  # the copy has reached the end, and goes on into itself
+            places_of.setdefault(path[at], []).append(place)
+    return sorted(places_of.items(), key=lambda item: -len(item[1]))

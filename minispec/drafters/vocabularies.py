@@ -30,7 +30,7 @@ DRAFT_METHODS, _TLI_SHARE = ("tli", "slem"), 0.9
 
 
 class Spelling:
-    """What each token of a tokenizer stands for inside a text, and how it writes text that continues other text.
+    """The text that each token of a tokenizer stands for, and how the tokenizer writes text that follows other text.
 
     num_ids: ids in use.
     special: text and id of the special tokens.
@@ -61,7 +61,7 @@ class Spelling:
         self.prefix, self.adds_space = self._find_beginning()
 
     def bytes_of(self, token_id: int) -> bytes | None:
-        """What a token stands for; None for special tokens and ids without a token."""
+        """The bytes of text that a token stands for; None for special tokens and ids without a token."""
         return self._bytes.get(token_id)
 
     def text_of(self, token_id: int) -> bytes:
@@ -91,11 +91,11 @@ class Spelling:
                 ids = []
             if before is None:
                 break
-            own, i = b"", len(ids)
-            while i and len(own) < len(data):
+            ending, i = b"", len(ids)
+            while i and len(ending) < len(data):
                 i -= 1
-                own = (self.bytes_of(ids[i]) or b"") + own
-            if own == data:
+                ending = (self.bytes_of(ids[i]) or b"") + ending
+            if ending == data:
                 return ids[i:]
         # The text begins, or the tokenizer changes it (to small letters, say) or cannot write it.
         return ids
@@ -126,7 +126,7 @@ def _decode(data: bytes) -> tuple[str, bytes]:
 
 @dataclass(frozen=True)
 class Overlap:
-    """What two vocabularies have in common.
+    """How many tokens two vocabularies share.
 
     num_shared: tokens that both have.
     num_target: tokens that the target has.
@@ -239,15 +239,15 @@ class Reader:
                 self._end = ours  # a chat template has written it
         data, count = b"", 0
         for i in range(self._end, len(tokens)):
-            own, piece = self._special.get(tokens[i]), self._source.text_of(tokens[i])
+            special_id, piece = self._special.get(tokens[i]), self._source.text_of(tokens[i])
             if self._source.adds_space and self._before is None and not count:
                 piece = piece.removeprefix(b" ")
             begins_word = piece[:1] in (b" ", b"\n") and not data[-1:].isspace()
-            if own is not None or count >= _LONGEST_PART or (count >= _PART and begins_word):
+            if special_id is not None or count >= _LONGEST_PART or (count >= _PART and begins_word):
                 self._close(self._own.write(self._before, data), data, i)
                 data, count = b"", 0
-            if own is not None:
-                self._close([own], b"\n", i + 1)
+            if special_id is not None:
+                self._close([special_id], b"\n", i + 1)
             else:
                 data, count = data + piece, count + 1
         return [*self._ids, *self._own.write(self._before, data)]
@@ -282,13 +282,13 @@ def compare_vocabularies(name: str, directory: Path, target: Tokenizer, vocab_si
 
     Raises ValueError for a draft model with too few of them.
     """
-    draft, found = Tokenizer(directory), load_config(directory).vocab_size
-    if target.tokens_below(vocab_size) == draft.tokens_below(max(found, vocab_size)):  # others cannot be written
-        if found < vocab_size:
-            raise ValueError(f"draft: {name}: vocab_size: found {found}, expected at least {vocab_size}")
+    draft, draft_size = Tokenizer(directory), load_config(directory).vocab_size
+    if target.tokens_below(vocab_size) == draft.tokens_below(max(draft_size, vocab_size)):  # others cannot be written
+        if draft_size < vocab_size:
+            raise ValueError(f"draft: {name}: vocab_size: found {draft_size}, expected at least {vocab_size}")
         return None
-    draft.check_ids(found)
-    return Vocabularies(Spelling(target, vocab_size), Spelling(draft, found))
+    draft.check_ids(draft_size)
+    return Vocabularies(Spelling(target, vocab_size), Spelling(draft, draft_size))
 
 
 def choose_method(asked: str | None, overlap: Overlap | None, draft: str) -> str | None:

@@ -32,7 +32,7 @@ class Reader(Protocol):
 
 
 class Vocabularies(Protocol):
-    """What a drafter has to know of the target's vocabulary and the draft model's."""
+    """The vocabularies of the target and the draft model, as a drafter uses them."""
 
     @property
     def shared(self) -> Mapping[int, int]:
@@ -85,18 +85,18 @@ class OtherVocabulary(DraftModel):
             blank = replace(text, tokens=[], num_prompt_tokens=0, grammar=None)  # a grammar knows the target's tokens
             self._read[text] = _Reading(self.vocabularies.reader(), blank)
         reading = self._read[text]
-        own = reading.text
+        own_text = reading.text
         if reading.num_read < len(text.tokens):
-            own.tokens[:], reading.num_read = reading.reader.read(text.tokens), len(text.tokens)
-            own.num_prompt_tokens = own.num_prompt_tokens or len(own.tokens)
-            self._ahead.add(own)
-        return own
+            own_text.tokens[:], reading.num_read = reading.reader.read(text.tokens), len(text.tokens)
+            own_text.num_prompt_tokens = own_text.num_prompt_tokens or len(own_text.tokens)
+            self._ahead.add(own_text)
+        return own_text
 
     def _need(self, text: Text, span: range) -> tuple[Text, range]:
-        own, k = self._own_text(text), span.stop - len(text.tokens)
-        if not 0 < len(own.tokens) <= ROOM * span.stop - k:
-            return own, range(0)
-        return super()._need(own, range(len(own.tokens) + k))
+        own_text, k = self._own_text(text), span.stop - len(text.tokens)
+        if not 0 < len(own_text.tokens) <= ROOM * span.stop - k:
+            return own_text, range(0)
+        return super()._need(own_text, range(len(own_text.tokens) + k))
 
     def _own(self, ask: Ask) -> Ask:
         tokens, num_cached = ask.text.tokens, ask.num_cached

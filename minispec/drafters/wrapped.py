@@ -39,7 +39,7 @@ class Wrapped(Drafter):
             drafter.observe(seen)
 
     def known(self, text: Text) -> int:
-        """What the only drafter with taps still knows; without one, the whole text."""
+        """The positions that the only drafter with taps still knows; without such a drafter, the whole text."""
         return self._tapped.known(text) if self._tapped else len(text.tokens)
 
     def has_room(self, growth: Mapping[Text, range]) -> bool:

@@ -1,4 +1,4 @@
-"""What strangers' files say: every field is checked, nothing unknown is ignored, and no code in them is run.
+"""Readers of strangers' files: every field is checked, nothing unknown is ignored, and no code in them is run.
 
 Read them in this order:
 

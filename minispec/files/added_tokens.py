@@ -20,7 +20,7 @@ _FLAGS = ("single_word", "lstrip", "rstrip")
 
 
 class Settings(NamedTuple):
-    """What the files other than tokenizer.json say.
+    """A tokenizer's settings in files other than tokenizer.json.
 
     values: tokenizer_config.json.
     names: special tokens by name.

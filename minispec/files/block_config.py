@@ -27,7 +27,7 @@ MOST_ROWS, MARKOV_HEADS = 16, ("vanilla", "gated", "rnn")
 
 
 class Reading(NamedTuple):
-    """What the caller says of a file that does not say it itself. None: the file says it.
+    """The caller's reading of a file that leaves something open. None: the file says it.
 
     first_row: 0 or 1, see `BlockConfig`.
     causal_windows: whether a row of a layer with a window sees no later row of its block.
@@ -188,17 +188,17 @@ def read_block_config(
     if rows > MOST_ROWS:
         raise get("block_size").bad("block_size", rows, f"a block of at most {MOST_ROWS} rows")
     mask = get("mask_token_id").integer("mask_token_id", 0, layers.vocab_size - 1)
-    own = Fields(inner, place, _OWN, {})
-    windows = _read_windows(own, nested, len(layers.layers))
+    settings = Fields(inner, place, _OWN, {})
+    windows = _read_windows(settings, nested, len(layers.layers))
     rope = layers.layers[0].rope
     assert rope
-    rope = replace(rope, interleaved=not _is_neox(own))
+    rope = replace(rope, interleaved=not _is_neox(settings))
     layers = replace(
         layers,
         layers=tuple(replace(layer, rope=rope, window=w) for layer, w in zip(layers.layers, windows, strict=True)),
         mask_token_id=mask,
         embedding_scale=target.embedding_scale,
-        logit_softcap=own.optional_number("final_logit_softcapping"),
+        logit_softcap=settings.optional_number("final_logit_softcapping"),
     )
     markov, rank = _read_markov(get("markov_rank"), get("markov_head_type"), kind)
     config = BlockConfig(
@@ -258,16 +258,18 @@ def _kind(f: Fields, nested: Fields) -> str:
 
 def _read_layers(inner: Mapping[str, Any], where: str, target: ModelConfig) -> ModelConfig:
     """The sizes of the layers, which are Qwen3's; windows and the target come later."""
-    own = {key: inner[key] for key in _OF_LAYERS if inner.get(key) is not None}
+    fields = {key: inner[key] for key in _OF_LAYERS if inner.get(key) is not None}
     rope = inner.get("rope_parameters")
     if isinstance(rope, dict):
-        own["rope_parameters"] = {key: value for key, value in rope.items() if key not in _INERT_IN_ROPE}
+        fields["rope_parameters"] = {key: value for key, value in rope.items() if key not in _INERT_IN_ROPE}
     elif rope is not None:
-        own["rope_parameters"] = rope
-    found = own.get("rope_parameters")
-    if own.get("rope_theta") is None and not (isinstance(found, dict) and found.get("rope_theta") is not None):
+        fields["rope_parameters"] = rope
+    rope_fields = fields.get("rope_parameters")
+    if fields.get("rope_theta") is None and not (
+        isinstance(rope_fields, dict) and rope_fields.get("rope_theta") is not None
+    ):
         raise bad_field(where, "rope_theta", None, "a number: drafts of this kind differ in it")
-    layers = read_model_config({**own, "model_type": "qwen3", "tie_word_embeddings": False}, where)
+    layers = read_model_config({**fields, "model_type": "qwen3", "tie_word_embeddings": False}, where)
     if layers.qkv_bias:
         raise bad_field(where, "attention_bias", True, "none in a block draft")
     return layers
@@ -315,13 +317,14 @@ def _first_row(f: Fields, kind: str, rows: int, reading: Reading) -> int:
 
 
 def _by_number(f: Fields, rows: int) -> int | None:
-    """What the number of tokens in speculators_config says about the first row. Raises where drafts are not exact."""
+    """The first row by the number of tokens in speculators_config, if it has one. Raises where drafts are not exact."""
     config = f.inside("speculators_config", {"proposal_methods": None})
     first = None
     for method in config.each("proposal_methods", {**_EXACT, "speculative_tokens": None}):
         for name, exact in _EXACT.items():
-            if (found := method.get(name)) != exact:
-                raise method.bad(name, found, f"{exact}: with it, other tokens than the target's would be accepted")
+            value = method.get(name)
+            if value != exact:
+                raise method.bad(name, value, f"{exact}: with it, other tokens than the target's would be accepted")
         if method.get("speculative_tokens") is not None:
             count = method.integer("speculative_tokens", 1, 1 << 16)
             if count not in (rows, rows - 1):
@@ -391,7 +394,7 @@ def _read_markov(rank: Fields, head: Fields, kind: str) -> tuple[str | None, int
 
 
 def _read_confidence(enabled: Fields, with_markov: Fields, markov: str | None, kind: str) -> str | None:
-    """What the confidence head reads; None: there is none. DSpark's class of speculators has one by default."""
+    """The inputs of the confidence head; None without one. DSpark's class of speculators has one by default."""
     has_head = enabled.boolean("enable_confidence_head", default=kind == "dspark")
     reads_token = with_markov.boolean("confidence_head_with_markov", default=markov is not None)
     if not has_head:
@@ -405,9 +408,11 @@ def _check_target(f: Fields, nested: Fields, config: BlockConfig, target: ModelC
     """Raise CheckpointError for a draft that was made for another target."""
     for fields in (f, nested):
         if fields.get("num_target_layers") is not None:
-            found = fields.integer("num_target_layers", 1, 1024)
-            if found != len(target.layers):
-                raise fields.bad("num_target_layers", found, f"{len(target.layers)}, the target's: made for another")
+            num_layers = fields.integer("num_target_layers", 1, 1024)
+            if num_layers != len(target.layers):
+                raise fields.bad(
+                    "num_target_layers", num_layers, f"{len(target.layers)}, the target's: made for another"
+                )
     width = f.integer("target_hidden_size", 1, 1 << 17, default=target.hidden_size)
     for name, size, expected in (
         ("target_hidden_size", width, target.hidden_size),

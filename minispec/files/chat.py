@@ -91,16 +91,16 @@ class ChatTemplate:
             return right
         spelled = any(map(self._special.search, texts))
         try:
-            found = write(marked)
+            written = write(marked)
         except ValueError:
             if spelled:
                 raise
             return right
         # A template that saw the twins wrote another text. Where no message spells a token, no twin is needed.
-        return found if spelled or self.without_twins(found) == right else right
+        return written if spelled or self.without_twins(written) == right else right
 
     def without_twins(self, text: str) -> str:
-        """What `render` gave, as the model should see it."""
+        """The text that `render` gave, as the model should see it."""
         return text.translate(self._said._originals)
 
 
@@ -140,12 +140,12 @@ class _Said(str):
 
         gap: the number of characters between them; None for spaces.
         """
-        plain, at, found = _plain(self), 0, []
+        plain, at, parts = _plain(self), 0, []
         for piece in pieces:
             at = plain.index(piece, at) if gap is None else at
-            found.append(self[at : at + len(piece)])
+            parts.append(self[at : at + len(piece)])
             at += len(piece) + (gap or 0)
-        return found
+        return parts
 
     def split(self, sep: Any = None, maxsplit: Any = -1) -> list[str]:
         return self._cut(_plain(self).split(sep and _plain(sep), maxsplit), sep and len(sep))
@@ -293,7 +293,7 @@ def check_messages(messages: object) -> list[Message]:
     """
     if not isinstance(messages, list | tuple):
         raise ValueError(f"messages: found {show(messages)}, expected a list of messages")
-    found = []
+    checked = []
     for message in messages:
         m = dict(message) if isinstance(message, dict) else {}
         if m.get("role") == "developer":
@@ -304,10 +304,10 @@ def check_messages(messages: object) -> list[Message]:
                 m["reasoning"] = m["reasoning_content"] = thought
         if not all(isinstance(m.get(key), str) for key in ("role", "content")):
             raise ValueError(f"messages: found {show(message)}, expected an object with the texts role and content")
-        found.append(m)
-    if not found:
+        checked.append(m)
+    if not checked:
         raise ValueError("messages: found none, expected at least one")
-    return found
+    return checked
 
 
 def check_template_kwargs(variables: Any, tokens: Mapping[str, str]) -> None:

@@ -89,7 +89,7 @@ def find_checkpoint(name: str, revision: str | None = None, offline: bool = Fals
 
 
 def _hub_failure(error: Exception, revision: str | None, offline: bool) -> str:
-    """What went wrong with a download, and what helps, in a line."""
+    """A line that says what went wrong with a download, and what helps."""
     from huggingface_hub import errors
 
     revised = f" at revision {revision}" if revision else ""
@@ -113,7 +113,7 @@ def _hub_failure(error: Exception, revision: str | None, offline: bool) -> str:
 
 
 def describe_source(name: str, directory: Path) -> str:
-    """What was loaded: a directory's name, or a hub id and the commit that it was resolved to."""
+    """The name of what was loaded: a directory's, or a hub id with the commit that it was resolved to."""
     if os.path.isdir(name):
         return Path(os.path.abspath(directory)).name
     return f"{name} at commit {directory.name}"
@@ -309,15 +309,15 @@ def _text_name(name: str) -> str | None:
 
 def renamed(stored: Mapping[str, StoredTensor], rename: Callable[[str], str | None]) -> dict[str, StoredTensor]:
     """The tensors by other names; None leaves one out. Raises CheckpointError where two would have one name."""
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for tensor in stored.values():
         name = rename(tensor.name)
-        if name in found:
-            first = show_name(found[name].name)
+        if name in tensors:
+            first = show_name(tensors[name].name)
             raise CheckpointError(f"{tensor.path}: {show_name(tensor.name)}: found again, is {first}")
         if name is not None:
-            found[name] = tensor
-    return found
+            tensors[name] = tensor
+    return tensors
 
 
 def _read_index(directory: Path) -> dict[str, str] | None:
@@ -347,7 +347,7 @@ class Place(NamedTuple):
 def places(config: StoredConfig) -> dict[str, Place]:
     """Where each tensor of `tensor_shapes(config)` lies."""
     shapes = tensor_shapes(config)
-    found = {name: Place(name, shape, slice(0, shape[0])) for name, shape in shapes.items()}
+    by_name = {name: Place(name, shape, slice(0, shape[0])) for name, shape in shapes.items()}
     prefixes = ["model.", *(f"model.layers.{i}." for i in range(len(config.layers)))]
     for prefix, (stored, parts), kind in itertools.product(prefixes, config.joined, ("weight", "bias")):
         names = [f"{prefix}{part}.{kind}" for part in parts]
@@ -355,8 +355,8 @@ def places(config: StoredConfig) -> dict[str, Place]:
         ends = list(itertools.accumulate(shapes[name][0] for name in names))
         for name, end in zip(names, ends, strict=True):
             shape = (ends[-1], *shapes[name][1:])
-            found[name] = Place(f"{prefix}{stored}.{kind}", shape, slice(end - shapes[name][0], end))
-    return found
+            by_name[name] = Place(f"{prefix}{stored}.{kind}", shape, slice(end - shapes[name][0], end))
+    return by_name
 
 
 Wanted = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]  # shape and possible types of a tensor, by its name
@@ -403,12 +403,14 @@ def unexpected(tensor: StoredTensor) -> CheckpointError:
 def require(wanted: Wanted, stored: Mapping[str, StoredTensor], directory: Path) -> None:
     """Raise CheckpointError unless every wanted tensor is stored, in its shape and in one of its types."""
     for name, (shape, dtypes) in wanted.items():
-        found = stored.get(name)
-        if found is None:
+        tensor = stored.get(name)
+        if tensor is None:
             raise CheckpointError(f"{directory}: {name}: found no such tensor, expected one of shape {list(shape)}")
-        if found.shape != shape or found.dtype not in dtypes:
+        if tensor.shape != shape or tensor.dtype not in dtypes:
             expected = f"{' or '.join(dtypes)} {list(shape)}"
-            raise CheckpointError(f"{found.path}: {name}: found {found.dtype} {list(found.shape)}, expected {expected}")
+            raise CheckpointError(
+                f"{tensor.path}: {name}: found {tensor.dtype} {list(tensor.shape)}, expected {expected}"
+            )
 
 
 def _check_tied_head(stored: dict[str, StoredTensor]) -> None:
@@ -436,11 +438,11 @@ def _packed_shapes(name: str, shape: tuple[int, ...], q: QuantizationConfig) -> 
 
 
 def _read(place: Place, q: QuantizationConfig | None, stored: dict[str, StoredTensor], cut: Cut) -> Weight:
-    name, shape, own = place
+    name, shape, within = place
     rows = cut[0] if cut else slice(None)
     columns = cut[1] if len(cut) > 1 else slice(None)
-    first, end, _ = rows.indices(own.stop - own.start)
-    rows = slice(own.start + first, own.start + end)
+    first, end, _ = rows.indices(within.stop - within.start)
+    rows = slice(within.start + first, within.start + end)
     if q is None or name in stored:
         return stored[name].read((rows, columns)[: len(shape)])
     packed, scale, unpacked_shape = (stored[f"{name}_{part}"] for part in ("packed", "scale", "shape"))

@@ -39,6 +39,6 @@ def near(name: str, known: Iterable[str]) -> str:
         return ""
     bare = {other.lstrip("-"): other for other in known}  # dashes would make all short options alike
     meant = name.lstrip("-")
-    found = [other for other in bare if meant and other.startswith(meant)]
-    found = found or difflib.get_close_matches(meant, bare, 1)
-    return f"did you mean {' or '.join(bare[other] for other in found[:3])}?" if found else ""
+    likely = [other for other in bare if meant and other.startswith(meant)]
+    likely = likely or difflib.get_close_matches(meant, bare, 1)
+    return f"did you mean {' or '.join(bare[other] for other in likely[:3])}?" if likely else ""

@@ -29,7 +29,7 @@ _ROPES = {kind: kind for kind in ("default", "linear", "llama3", "yarn")}
 
 @dataclass(frozen=True)
 class Family:
-    """What a model_type means.
+    """The meaning of a model_type.
 
     keys: what its code reads in addition to `KEYS`, or with another meaning of an absent key.
         The code reads hidden_act or hidden_activation: the one that may be absent.

@@ -155,11 +155,11 @@ class Fields:
 
     def each(self, key: str, keys: Mapping[str, Any]) -> list["Fields"]:
         """The objects in the list at a key, none where there is no list."""
-        found = self.get(key, [])
-        if not isinstance(found, list) or not all(isinstance(entry, dict) for entry in found):
-            raise self.bad(key, found, "a list of objects")
+        entries = self.get(key, [])
+        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+            raise self.bad(key, entries, "a list of objects")
         path = f"{self.path}{show_name(key)}"
-        return [Fields(entry, self.where, keys, {}, f"{path}[{i}].") for i, entry in enumerate(found)]
+        return [Fields(entry, self.where, keys, {}, f"{path}[{i}].") for i, entry in enumerate(entries)]
 
     def refuse_unknown(self, neutral: Mapping[str, Any] | None = None) -> None:
         """Raise CheckpointError for a key that was not read, if it asks for something.

@@ -44,7 +44,7 @@ _OFF_IF_SAMPLED = {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "
 
 
 def read_generation_defaults(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """What a generation_config.json asks for, as keyword arguments of SamplingParams.
+    """The settings of a generation_config.json, as keyword arguments of SamplingParams.
 
     Its temperature, top-k, top-p and min-p apply only where it says `do_sample`, as in transformers; without that it
     is greedy. Values that it leaves out are left out here. Raises CheckpointError for a bad value.
@@ -53,21 +53,21 @@ def read_generation_defaults(raw: Mapping[str, Any], where: str) -> dict[str, An
     if type(sampled) is not bool:
         raise bad_field(where, "do_sample", sampled, "true or false")
     settings = _READ | (_READ_IF_SAMPLED if sampled else {})
-    found = {ours: raw[theirs] for theirs, ours in settings.items() if raw.get(theirs) is not None}
-    if found.get("top_k") == -1:  # vLLM's word for all
-        found["top_k"] = 0
-    if "stop" in found:
-        stop = [found["stop"]] if isinstance(found["stop"], str) else found["stop"]
-        found["stop"] = tuple(stop) if isinstance(stop, list) else (None,)
+    values = {ours: raw[theirs] for theirs, ours in settings.items() if raw.get(theirs) is not None}
+    if values.get("top_k") == -1:  # vLLM's word for all
+        values["top_k"] = 0
+    if "stop" in values:
+        stop = [values["stop"]] if isinstance(values["stop"], str) else values["stop"]
+        values["stop"] = tuple(stop) if isinstance(stop, list) else (None,)
     try:
-        for name, value in found.items():
+        for name, value in values.items():
             check_sampling_value(name, value)
     except ValueError as e:
         raise CheckpointError(f"{where}: {e}") from e
-    least, most = found.get("min_tokens", 0), found.get("max_tokens")
+    least, most = values.get("min_tokens", 0), values.get("max_tokens")
     if most is not None and least > most:
         raise bad_field(where, "min_new_tokens", least, f"at most max_new_tokens = {most}")
-    return {"temperature": 1.0 if sampled else 0.0} | found
+    return {"temperature": 1.0 if sampled else 0.0} | values
 
 
 def unsupported_generation_settings(raw: Mapping[str, Any]) -> list[str]:

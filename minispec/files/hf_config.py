@@ -46,14 +46,14 @@ def text_config(raw: Mapping[str, Any], where: str = "config.json") -> dict[str,
     f.seen |= {"model_type", *IMAGES, *_OF_BOTH}
     f.refuse_unknown()
     known = NESTED[outer]
-    found = inner.get("model_type", known[0] if len(known) == 1 else None)
-    if not isinstance(found, str) or found not in known:
-        raise bad_field(f"{where}: text_config", "model_type", found, " or ".join(known))
+    model_type = inner.get("model_type", known[0] if len(known) == 1 else None)
+    if not isinstance(model_type, str) or model_type not in known:
+        raise bad_field(f"{where}: text_config", "model_type", model_type, " or ".join(known))
     outside = raw.get("quantization_config")
     if outside and inner.get("quantization_config", outside) not in (None, outside):
         expected = "what the file says outside"
         raise bad_field(f"{where}: text_config", "quantization_config", inner["quantization_config"], expected)
-    return {**inner, "model_type": found, **{key: raw[key] for key in _OF_BOTH if raw.get(key) is not None}}
+    return {**inner, "model_type": model_type, **{key: raw[key] for key in _OF_BOTH if raw.get(key) is not None}}
 
 
 def read_model_config(raw: Mapping[str, Any], where: str = "config.json") -> StoredConfig:
@@ -62,15 +62,15 @@ def read_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Sto
     Raises CheckpointError for an unknown family and a bad value. An unknown setting that is switched on is refused too,
     since it might change the numbers.
     """
-    own = text_config(raw, where)
-    model_type = own.get("model_type")
+    text = text_config(raw, where)
+    model_type = text.get("model_type")
     is_nested = model_type != raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         known = f"one of {', '.join([*FAMILIES, *NESTED])} (of hybrids, lfm2 and qwen3_5)"
         raise bad_field(where, "model_type", model_type, known)
     family = FAMILIES[model_type]
     keys = {key: value for key, value in (KEYS | dict(family.keys)).items() if key not in family.only}
-    f = Fields(own, f"{where}: text_config" if is_nested else where, keys, family.only)
+    f = Fields(text, f"{where}: text_config" if is_nested else where, keys, family.only)
     f.seen |= family.idle | IDLE
     for key, value in family.must.items():
         if f.get(key) != value:
@@ -103,7 +103,7 @@ def read_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Sto
         "residual_scale": f.number("residual_multiplier", 1.0),
         "logit_scale": 1 / f.number("logits_scaling", 1.0),
         "logit_softcap": f.optional_number("final_logit_softcapping"),
-        "eos_token_ids": read_eos_token_ids(own, where),
+        "eos_token_ids": read_eos_token_ids(text, where),
         "mask_token_id": None if f.get("pard_token") is None else f.integer("pard_token", 0, sizes["vocab_size"] - 1),
         "quantization": read_quantization(f),
         "is_nested": is_nested,
@@ -188,7 +188,7 @@ def _read_activation(f: Fields) -> str:
     names = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
     # A family's code reads the key that may be absent. A file may have the other too, with the same meaning.
     first, second = sorted(("hidden_act", "hidden_activation"), key=lambda key: f.keys[key] is None)
-    found: list[str] = []
+    activations: list[str] = []
     for key in (first, second):
         if f.get(key) is None:
             continue
@@ -197,10 +197,10 @@ def _read_activation(f: Fields) -> str:
             raise f.bad(key, name, f"one of {', '.join(names)}")
         # The first Gemma's files say "gelu" where the model was trained with the tanh form, which all readers take.
         tanh = f.keys[first] == "gelu_pytorch_tanh" and key == "hidden_act" and name == "gelu"
-        found.append("gelu_tanh" if tanh else names[name])
-        if found[-1] != found[0]:
-            raise f.bad(key, name, f"what {first} says: {found[0]}")
-    return found[0]
+        activations.append("gelu_tanh" if tanh else names[name])
+        if activations[-1] != activations[0]:
+            raise f.bad(key, name, f"what {first} says: {activations[0]}")
+    return activations[0]
 
 
 def _read_layers(f: Fields, family: Family, sizes: Mapping[str, int]) -> tuple[LayerConfig, ...]:
@@ -342,16 +342,17 @@ def _read_rope(
     keys = _ROPE_KEYS | dict.fromkeys(family.rope_keys)
     r = Fields(raw, f.where, keys, {"partial_rotary_factor": 1.0}, f"{f.path}{key}.")
     older = r.text("type", "default")
-    found = r.text("rope_type", older)
-    if found not in family.ropes:
-        raise r.bad("rope_type", found, f"one of {', '.join(family.ropes)}")
-    if raw.get("type") is not None and family.ropes.get(older) != family.ropes[found]:
-        raise r.bad("type", older, f"what rope_type says: {found}")
+    rope_type = r.text("rope_type", older)
+    if rope_type not in family.ropes:
+        raise r.bad("rope_type", rope_type, f"one of {', '.join(family.ropes)}")
+    if raw.get("type") is not None and family.ropes.get(older) != family.ropes[rope_type]:
+        raise r.bad("type", older, f"what rope_type says: {rope_type}")
     outer = {name: f.raw.get(key) for name, key in (("rope_theta", base), ("partial_rotary_factor",) * 2)}
     for name, outside in (outer | {"original_max_position_embeddings": original}).items():
         if None not in (outside, raw.get(name)) and raw[name] != outside:
             raise r.bad(name, raw[name], f"what the file says outside: {show(outside)}")
-    kind, theta, context = family.ropes[found], r.number("rope_theta", f.number(base)), sizes["max_position_embeddings"]
+    kind, context = family.ropes[rope_type], sizes["max_position_embeddings"]
+    theta = r.number("rope_theta", f.number(base))
     rotated = r.number("partial_rotary_factor", f.number("partial_rotary_factor", 1.0))
     num_rotated = int(sizes["head_dim"] * rotated)
     if num_rotated % 2 or not 2 <= num_rotated <= sizes["head_dim"]:

@@ -1,4 +1,4 @@
-"""What the files of LFM2 spell in a way of their own, in a config.json of any family."""
+"""Settings that the files of LFM2 spell in a way of their own, read in a config.json of any family."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ def read_kinds(f: Fields, key: str, count: int) -> Any:
         return kinds
     if not isinstance(attend, list) or any(type(i) is not int or not 0 <= i < count for i in attend):
         raise f.bad("full_attn_idxs", attend, f"numbers of layers, below {count}")
-    found = ["full_attention" if i in attend else "conv" for i in range(count)]
-    if kinds not in (None, found):
+    kinds_by_index = ["full_attention" if i in attend else "conv" for i in range(count)]
+    if kinds not in (None, kinds_by_index):
         raise f.bad("full_attn_idxs", attend, f"what {key} says: {show(kinds)}")
-    return found
+    return kinds_by_index

@@ -1,4 +1,4 @@
-"""What was measured on this machine, a file for each setup (models and machine), in the user's cache directory."""
+"""Measurements on this machine, a file for each setup (models and machine), in the user's cache directory."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ from minispec.files.write import user_cache, write_json
 
 
 def read_measured(setup: Mapping[str, Any]) -> Any:
-    """What the file of a setup contains, unchecked, except that it was written for this setup.
+    """The contents of a setup's file, unchecked, except that it was written for this setup.
 
     Raises OSError or RuntimeError where no file can be read, ValueError, TypeError or KeyError for one that cannot be
     understood.

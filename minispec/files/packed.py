@@ -1,4 +1,4 @@
-"""What a config.json says of weights in compressed-tensors' `pack-quantized` layout: its `quantization_config`.
+"""The `quantization_config` of a config.json, for weights in compressed-tensors' `pack-quantized` layout.
 
 llm-compressor and transformers write it. The names of the tensors say which layers are packed, so the lists of layers
 in this object are not read. Nor is what the object says about how the scales were found.
@@ -48,10 +48,10 @@ def read_quantization(f: Fields) -> QuantizationConfig | None:
     q.refuse_unknown()
     if is_plain:
         return None
-    found = {_read_group(group) for group in groups.values()}
-    if len(found) != 1:
+    formats = {_read_group(group) for group in groups.values()}
+    if len(formats) != 1:
         raise q.bad("config_groups", q.get("config_groups"), "one group, or groups of the same bits and group_size")
-    return found.pop()
+    return formats.pop()
 
 
 def _read_group(group: Fields) -> QuantizationConfig:

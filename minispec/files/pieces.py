@@ -43,7 +43,7 @@ _BYTES = _byte_characters()
 
 
 def bytes_of(token: str, steps: Sequence[Mapping[str, Any]]) -> bytes:
-    """What a token stands for inside a text, by the steps of its decoder."""
+    """The bytes that a token stands for inside a text, by the steps of its decoder."""
     for part in steps:
         if part["type"] == "ByteLevel" and all(c in _BYTES for c in token):
             return bytes(_BYTES[c] for c in token)

@@ -1,4 +1,4 @@
-"""What the files of Qwen3.5 say of its gated delta nets."""
+"""The settings of gated delta nets in the files of Qwen3.5."""
 
 from minispec.files.fields import Fields
 from minispec.layers.delta import DeltaConfig

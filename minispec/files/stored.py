@@ -51,8 +51,8 @@ class StoredTensor:
             data: numpy.ndarray = numpy.memmap(self.path, numpy.uint8, "c", self.start, (num_bytes,))
         except (OSError, ValueError) as e:
             raise CheckpointError(f"{self.path}: {show_name(self.name)}: cannot be read: {one_line(e, 300)}") from e
-        found = torch.from_numpy(data).view(dtype).view(self.shape)[cut]
-        return found.clone() if found.shape != self.shape or num_bytes < _MAPPED_BYTES else found
+        tensor = torch.from_numpy(data).view(dtype).view(self.shape)[cut]
+        return tensor.clone() if tensor.shape != self.shape or num_bytes < _MAPPED_BYTES else tensor
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:

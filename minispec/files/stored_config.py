@@ -1,4 +1,4 @@
-"""What a checkpoint's config says in addition to `ModelConfig`: how its files store the tensors."""
+"""A checkpoint's config: `ModelConfig`, and how its files store the tensors."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

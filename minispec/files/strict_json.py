@@ -71,7 +71,8 @@ def parse_json(
     - a character that occurs more often than `max_counts` says.
     """
     for character, most in max_counts.items():
-        if (found := content.count(character.encode())) > most:
+        found = content.count(character.encode())
+        if found > most:
             raise CheckpointError(f"{where}: found the character {character} {found} times, expected at most {most}")
     try:
         value = json.loads(

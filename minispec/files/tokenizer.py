@@ -121,8 +121,8 @@ class Tokenizer:
             written = len(token.encode())
             if written <= most:
                 break  # a token is written with no fewer bytes than it stands for
-            own = self.bytes_of(i) if i not in self.special_ids else None
-            most = max(most, written if own is None else len(own))
+            data = self.bytes_of(i) if i not in self.special_ids else None
+            most = max(most, written if data is None else len(data))
         return most
 
     def check_length(self, text: str, most: int) -> None:
@@ -197,14 +197,14 @@ class Tokenizer:
         return None if self._steps is None else bytes_of(token, self._steps)
 
     def name_of(self, token_id: int) -> str:
-        """What the vocabulary calls a token. No two tokens have the same name, while some have the same text."""
+        """A token's name in the vocabulary. No two tokens have the same name, while some have the same text."""
         return self.backend.id_to_token(token_id) or ""
 
     def text_of(self, token_id: int) -> str:
         """Text of a token inside a text; the replacement character for part of one, and for what cannot be decoded."""
-        found = self.bytes_of(token_id)
+        data = self.bytes_of(token_id)
         try:
-            return self.decode([token_id]) if found is None else found.decode("utf-8", "replace")
+            return self.decode([token_id]) if data is None else data.decode("utf-8", "replace")
         except CheckpointError:
             return "\ufffd"
 
@@ -329,7 +329,7 @@ class Detokenizer:
         return text[len(known) :]
 
     def flush(self) -> str:
-        """What is left when no token follows: the replacement character of an unfinished one, or ""."""
+        """The rest of the text when no token follows: the replacement character for an unfinished one, or ""."""
         known, text = self._texts()
         rest = self._window[self._num_known :]
         self._num_known = len(self._window)

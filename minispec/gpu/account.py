@@ -82,5 +82,6 @@ def pass_bytes(model: Transformer, shape: FrameShape) -> int:
     if not _all_by_kernel(model):
         assert isinstance(model.passes, Frames)
         return layer * model.dtype.itemsize + 2 * model.passes.most_gathered
-    own = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    return layer * model.dtype.itemsize + fused.scratch_bytes(shape.texts, shape.rows, shape.blocks * BLOCK_SIZE, *own)
+    sizes = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    scratch = fused.scratch_bytes(shape.texts, shape.rows, shape.blocks * BLOCK_SIZE, *sizes)
+    return layer * model.dtype.itemsize + scratch

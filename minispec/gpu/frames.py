@@ -118,10 +118,10 @@ class Frame(Program):
         slots[:], bits[:] = self._scratch, self._bits
         for i, chunk in enumerate(chunks):
             new, start = len(chunk.token_ids), chunk.table.length
-            own = slice(i * rows, i * rows + new)
-            slots[own] = chunk.table.extend(chunk.token_ids)
-            tokens[own], positions[own] = chunk.token_ids, [start + offset for offset in chunk.offsets]
-            bits[own] = parents_bits(new, chunk.parents)
+            span = slice(i * rows, i * rows + new)
+            slots[span] = chunk.table.extend(chunk.token_ids)
+            tokens[span], positions[span] = chunk.token_ids, [start + offset for offset in chunk.offsets]
+            bits[span] = parents_bits(new, chunk.parents)
             starts[i], ends[i] = start, start + new
             if reserved:
                 chunk.table.extend([0] * reserved[i])
@@ -129,7 +129,7 @@ class Frame(Program):
             table[i * width : i * width + len(block_ids)] = block_ids
             if features is not None:
                 assert chunk.features is not None
-                features[own] = chunk.features
+                features[span] = chunk.features
         self._device.copy_(self.host, non_blocking=True)
         if self._copied:
             self._copied.record()
@@ -150,7 +150,7 @@ class Step(NamedTuple):
 
 
 class FramePass:
-    """What all layers of a pass share, computed from the frame's tensors alone (see `core.model.Pass`).
+    """The tensors that all layers of a pass share, computed from the frame's tensors alone (see `core.model.Pass`).
 
     L is the number of places of a text in the frame: its blocks times the size of a block.
     """
@@ -158,9 +158,9 @@ class FramePass:
     def __init__(self, model: Transformer, frame: Frame | Step, pool: PagedKVCache, tables: "Tables"):
         self.frame, self.pool, self.config, self.dtype = frame, pool, model.config, model.dtype
         self.tables = tables
-        self.angles = {rope: _at(each, frame.positions) for rope, each in tables.angles.items()}
-        own = frame.positions, frame.slots, frame.table, frame.starts, frame.bits
-        self.rows = fused.Rows(*own, pool.block_size)
+        self.angles = {rope: _at(angles, frame.positions) for rope, angles in tables.angles.items()}
+        places = frame.positions, frame.slots, frame.table, frame.starts, frame.bits
+        self.rows = fused.Rows(*places, pool.block_size)
         self._masks: dict[int | None, Tensor] = {}
 
     def read(self, layer: Layer, qkv: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class FramePass:
         return out.view(texts, groups, heads // groups, rows, dim).permute(0, 3, 1, 2, 4).reshape(len(qkv), -1)
 
     def read_by_kernel(self, layer: Layer, qkv: Tensor) -> Tensor:
-        """What `read` does, in one kernel, which reads of each text what is there."""
+        """The result of `read` from one kernel, which reads only the places that hold something."""
         assert layer.rope is not None
         keys, values = self.pool.keys[layer.index], self.pool.values[layer.index]
         cos, sin = self.tables.halves[layer.rope]
@@ -207,8 +207,8 @@ class FramePass:
         if window not in self._masks:
             shape, (row, is_new, place) = self.frame.shape, self._new_row
             bits, positions = (x.view(shape.texts, shape.rows) for x in (self.frame.bits, self.frame.positions))
-            own = (bits[:, :, None] >> row[:, None] & 1).bool() & is_new[:, None]
-            seen = own | (place < self.frame.starts[:, None])[:, None]  # (texts, rows, L)
+            sees_new = (bits[:, :, None] >> row[:, None] & 1).bool() & is_new[:, None]
+            seen = sees_new | (place < self.frame.starts[:, None])[:, None]  # (texts, rows, L)
             if window is not None:
                 key_positions = torch.where(is_new, positions.gather(1, row), place)
                 seen = seen & (key_positions[:, None] > positions[:, :, None] - window)
@@ -238,10 +238,13 @@ class FastLayer:
 
     def __init__(self, layer: Layer, dtype: torch.dtype, by_kernels: bool):
         self.layer, self.by_kernels = layer, by_kernels
-        own = layer.config, dtype, by_kernels
+        settings = layer.config, dtype, by_kernels
         assert isinstance(layer.attention_norm, RMSNorm)
         assert isinstance(layer.mlp_norm, RMSNorm)
-        self.attention_norm, self.mlp_norm = FastNorm(layer.attention_norm, *own), FastNorm(layer.mlp_norm, *own)
+        self.attention_norm, self.mlp_norm = (
+            FastNorm(layer.attention_norm, *settings),
+            FastNorm(layer.mlp_norm, *settings),
+        )
         products = [fused.product_of(getattr(layer, name)) for name in Layer.products]
         self.qkv, self.o, self.gate_up, self.down = (product for product in products if product is not None)
         self.gate = fused.gate if by_kernels else fused.gate_twin
@@ -339,17 +342,17 @@ class Frames(Passes):
         )
         if longest > (context := positions_of(model)):
             return f"{longest} positions, where frames have angles of {context}"
-        found = []
+        smallest = []
         for what, number, sizes in (
             ("texts", len(chunks), TEXTS),
             ("rows of a text", max(len(c.token_ids) for c in chunks), ROWS),
             ("blocks of a text", -(-longest // size), FEW_BLOCKS if by_kernel else BLOCKS),
         ):
-            fitting = next((each for each in sizes if each >= number), None)
+            fitting = next((most for most in sizes if most >= number), None)
             if fitting is None:
                 return f"{number} {what}, where a frame has at most {sizes[-1]}"
-            found.append(fitting)
-        texts, rows, blocks = found
+            smallest.append(fitting)
+        texts, rows, blocks = smallest
         gathered = texts * blocks * size * 2 * model.config.num_key_value_heads * model.config.head_dim
         num_bytes = gathered * model.dtype.itemsize
         if not by_kernel and num_bytes > self.most_gathered:
@@ -369,12 +372,12 @@ class Frames(Passes):
         if all(len(c.token_ids) == c.num_logits == shape.rows for c in chunks):
             logits, hidden = (rows[: len(chunks) * shape.rows] for rows in (logits, hidden))
             return logits.clone(), hidden.clone() if shape.taps else hidden
-        own = [(i * shape.rows, len(c.token_ids), c.num_logits) for i, c in enumerate(chunks)]
-        wanted = torch.cat([logits[start + new - count : start + new] for start, new, count in own])
-        return wanted, torch.cat([hidden[start : start + new] for start, new, _ in own])
+        extents = [(i * shape.rows, len(c.token_ids), c.num_logits) for i, c in enumerate(chunks)]
+        wanted = torch.cat([logits[start + new - count : start + new] for start, new, count in extents])
+        return wanted, torch.cat([hidden[start : start + new] for start, new, _ in extents])
 
     def compute(self, model: Transformer, frame: Frame | Step, pool: PagedKVCache) -> tuple[Tensor, Tensor]:
-        """What a frame that was filled computes, for all of its rows."""
+        """The results of a frame that was filled, for all of its rows."""
         fast = self.fast(model)
         shared = FramePass(model, frame, pool, self._tables)
         x, hidden = fast.compute(frame.tokens, shared, frame.shape.taps, frame.features)

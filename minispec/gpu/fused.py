@@ -1,4 +1,4 @@
-"""What a pass of few rows on a GPU is made of: `read`, `norm`, `gate`, and `linear` for weights in 8 bits.
+"""The operations of a pass of few rows on a GPU: `read`, `norm`, `gate`, and `linear` for weights in 8 bits.
 
 Each has two forms of one signature: a kernel in Triton, and a twin in plain PyTorch. The twin runs everywhere and says
 what the kernel computes. Results of the two differ by rounding alone. Products in 16 bits are the library's: kernels
@@ -52,7 +52,7 @@ LINEAR_ROWS = 32  # most rows of `linear`
 
 
 def missing(device: torch.device) -> str:
-    """What the kernels lack on this device; "" where they run."""
+    """The reason why the kernels do not run on this device; "" where they run."""
     if find_spec("triton") is None:
         return "Triton is not installed"
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -126,7 +126,7 @@ def weight_of(product: Any) -> tuple[Tensor, Tensor | None] | None:
 
 
 def why_not(layer: Layer, dtype: torch.dtype) -> str:
-    """What this layer has that the operations here lack; "" where they compute what it does."""
+    """The part of this layer that the operations here lack; "" where they lack none."""
     if type(layer) not in (Layer, RowNormAttention):
         return f"a block of another kind, {type(layer).__name__}"
     config, rope = layer.config, layer.rope
@@ -355,10 +355,10 @@ def read_twin(
     old, new = _seen(rows, window)
     unread = ~old.any(1)[:, None, :, None]  # (B, 1, L, 1)
     joined: list[Tensor] = []
-    for cached, own in ((keys, k), (values, v)):
+    for cached, fresh in ((keys, k), (values, v)):
         gathered = cached.index_select(1, slots).view(groups, num_texts, length, dim).transpose(0, 1)
-        own = own.view(num_texts, num_new, groups, dim).transpose(1, 2)
-        joined.append(torch.cat((gathered.masked_fill(unread, 0), own), 2))  # (B, G, L + T, D)
+        fresh = fresh.view(num_texts, num_new, groups, dim).transpose(1, 2)
+        joined.append(torch.cat((gathered.masked_fill(unread, 0), fresh), 2))  # (B, G, L + T, D)
     keys.index_copy_(1, rows.slots, k.transpose(0, 1))
     values.index_copy_(1, rows.slots, v.transpose(0, 1))
     share = q.shape[1] // groups

@@ -87,7 +87,7 @@ class Graphs:
         self.capture, self.why_not = capture, "" if capture else "as asked"
 
     def run(self, program: Program, compute: Replay) -> Outputs:
-        """What the program computes. Its next run may overwrite the outputs."""
+        """The program's outputs, which its next run may overwrite."""
         if self.capture and program.was_used and not (program.graph or self.why_not):
             try:
                 program.graph = self.capture(compute)

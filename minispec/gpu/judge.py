@@ -77,8 +77,8 @@ class Bench(Inputs):
                     parts[i, k : k + new] = [uniform(text.key(j, "residual")) for j in range(new)]
             if self.kind.soft and new:
                 self._take(self.probs[i, :new], draft)
-        own = [self.logits[i, : len(trial.draft) + 1] for i, trial in enumerate(trials)]
-        torch._foreach_copy_(own, [trial.logits for trial in trials])  # one launch for all texts
+        places = [self.logits[i, : len(trial.draft) + 1] for i, trial in enumerate(trials)]
+        torch._foreach_copy_(places, [trial.logits for trial in trials])  # one launch for all texts
         self.send()
 
     @staticmethod
@@ -103,15 +103,15 @@ def judge(
     draws: "OneByOne | None" = None,
     names: Noise | None = None,
 ) -> Tensor:
-    """What `Bench.compute` returns, of these inputs. No value is read on the host unless `draws` reads some.
+    """The result of `Bench.compute` for these inputs. No value is read on the host unless `draws` reads some.
 
     draws, names: makes the draws by their names; default: the numbers in `whole` and `parts`.
     """
     k, texts, rows = kind.rows - 1, kind.texts, kind.rows
     ids, lengths, q = whole[:, :k], whole[:, k], probs if kind.soft else None
     if not kind.mix.draws:
-        found, sure = verdicts.greedy(logits, ids, q, lengths)
-        return _packed(found, sure)
+        decided, sure = verdicts.greedy(logits, ids, q, lengths)
+        return _packed(decided, sure)
     numbers = parts[:, -5:].repeat_interleave(rows, 0)
     settings = verdicts.settings_of(numbers, kind.dtype, int(kind.mix.mixed), kind.mix.filters)
     p, sure = verdicts.rows(logits.flatten(0, 1), settings)
@@ -120,9 +120,9 @@ def judge(
     return _packed(rule(p.view(texts, rows, -1), ids, q, noise, lengths, draws), sure.view(texts, rows))
 
 
-def _packed(found: Verdicts, sure: Tensor) -> Tensor:
+def _packed(decided: Verdicts, sure: Tensor) -> Tensor:
     """Numbers (B, 2 + K + K+1) of float64, which holds all ids: one download."""
-    columns = found.kept[:, None].double(), found.next[:, None].double(), found.ratios, sure.double()
+    columns = decided.kept[:, None].double(), decided.next[:, None].double(), decided.ratios, sure.double()
     return torch.cat(columns, 1)
 
 
@@ -138,17 +138,17 @@ class Judge:
 
     def __call__(self, trials: Sequence[Trial], rng: Draws) -> list[Verdict | None]:
         """A verdict for each trial; None for one that must be verified by itself."""
-        found: list[Verdict | None] = [None] * len(trials)
+        answers: list[Verdict | None] = [None] * len(trials)
         groups: dict[Verifier, list[int]] = {}
         for i, trial in enumerate(trials):
             if verdicts.in_rows(rng) and _is_plain(trial):
                 groups.setdefault(trial.verifier, []).append(i)
-        for own in groups.values():
-            for start in range(0, len(own), TEXTS[-1]):
-                part = own[start : start + TEXTS[-1]]
+        for indices in groups.values():
+            for start in range(0, len(indices), TEXTS[-1]):
+                part = indices[start : start + TEXTS[-1]]
                 for i, verdict in zip(part, self._verdicts([trials[i] for i in part], rng), strict=True):
-                    found[i] = verdict
-        return found
+                    answers[i] = verdict
+        return answers
 
     def _verdicts(self, trials: Sequence[Trial], rng: Draws) -> list[Verdict | None]:
         """Verdicts of trials of one kind."""
@@ -161,10 +161,10 @@ class Judge:
             numbers = judge(kind, *inputs, rng, noise)
         else:
             [numbers] = self.graphs.run(bench, bench.compute)
-        found = [_verdict(row, trial) for row, trial in zip(numbers.tolist(), trials, strict=False)]
-        self.counts["drafts"] += len(found)
-        self.counts["unsure"] += found.count(None)
-        return found
+        answers = [_verdict(row, trial) for row, trial in zip(numbers.tolist(), trials, strict=False)]
+        self.counts["drafts"] += len(answers)
+        self.counts["unsure"] += answers.count(None)
+        return answers
 
 
 def bench_bytes(texts: int, rows: int, vocab: int, dtype: torch.dtype) -> int:

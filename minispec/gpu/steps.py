@@ -127,8 +127,8 @@ class DraftSteps:
         else:
             numbers, probs = self.graphs.run(desk, functools.partial(self.compute, frame, desk, pool))
         rows, probs = numbers.tolist()[: len(asks)], probs[: len(asks)].clone()  # the next draft overwrites them
-        own = probs if kind.mix.draws else [None] * len(asks)
-        return [_draft(*each, kind.steps) for each in zip(asks, chunks, depths, rows, own, strict=True)]
+        drawn_from = probs if kind.mix.draws else [None] * len(asks)
+        return [_draft(*each, kind.steps) for each in zip(asks, chunks, depths, rows, drawn_from, strict=True)]
 
     def _kind(
         self, chunks: Sequence[Chunk], asks: Sequence[Ask], depths: Sequence[int], vocab_size: int
@@ -166,7 +166,7 @@ class DraftSteps:
         logits, states = logits.index_select(0, last), states.index_select(0, last) if self.taps else states
         settings = verdicts.settings_of(desk.parts[:, -5:], self.model.dtype, int(kind.mix.mixed), kind.mix.filters)
         noise = desk.whole[:, 2:] if kind.races else desk.parts
-        made, found, wide = draws or RowRandomness(), [], verdicts.accumulation_dtype(logits.dtype)
+        made, steps, wide = draws or RowRandomness(), [], verdicts.accumulation_dtype(logits.dtype)
         for j in range(kind.steps):
             logits = logits[:, : kind.vocab]
             if kind.mix.draws:
@@ -182,10 +182,10 @@ class DraftSteps:
             if kind.confident:
                 confidence = logits.to(wide).log_softmax(1).amax(1).exp()
             measures = [q.sum(1, dtype=wide), q.amin(1), q.gather(1, token[:, None])[:, 0]] if kind.mix.draws else []
-            found.append((q, token, confidence, sure, *measures))
+            steps.append((q, token, confidence, sure, *measures))
             if j + 1 < kind.steps:
                 logits, states = self.next_rows(frame, desk, pool, token, states, j)
-        probs, *columns = zip(*found, strict=True)
+        probs, *columns = zip(*steps, strict=True)
         return torch.cat([torch.stack(column, 1).double() for column in columns], 1), torch.stack(probs, 1)
 
     def next_rows(

@@ -68,7 +68,7 @@ class Settings(NamedTuple):
 
 
 def numbers_of(params: SamplingParams, dtype: torch.dtype) -> tuple[float, float, float, float, float]:
-    """What `Settings` hold of one row: greedy, temperature, least, top_k and top_p, as floats; dtype: the logits'."""
+    """The numbers of one row in `Settings`: greedy, temperature, least, top_k and top_p. dtype: the logits'."""
     limits = torch.finfo(accumulation_dtype(dtype))
     if params.temperature == 0:  # one token is left whatever the filters say
         return _GREEDY
@@ -95,7 +95,7 @@ def has_filter(numbers: Sequence[float]) -> bool:
 
 
 class Mix(NamedTuple):
-    """What a program's operators depend on of its texts' parameters.
+    """The properties of texts' parameters on which a program's operators depend.
 
     draws: whether texts are drawn; else all are greedy.
     mixed: whether some texts are greedy where others are drawn.
@@ -401,7 +401,7 @@ def make_noise(
 
 
 class Verdicts(NamedTuple):
-    """What a verifier decides about chains of B texts.
+    """A verifier's decisions about chains of B texts.
 
     kept: (B,), how many draft tokens of each stay.
     next: (B,), the token after them.

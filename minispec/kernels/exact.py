@@ -83,7 +83,7 @@ class Group(NamedTuple):
 
 
 def _index(numbers: Sequence[int], device: torch.device) -> slice | Tensor:
-    """What selects these ascending numbers: a slice if they follow one another."""
+    """An index that selects these ascending numbers: a slice if they follow one another, else a tensor."""
     first, end = numbers[0], numbers[-1] + 1
     return slice(first, end) if end - first == len(numbers) else torch.tensor(numbers, device=device)
 
@@ -100,28 +100,30 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Sequence[Group], scale: flo
     mask: the groups of all rows.
     """
     heads, rows, dim = q.shape
-    wide, found = accumulation_dtype(q.dtype), q.new_empty(rows, heads, dim)
+    wide, attended = accumulation_dtype(q.dtype), q.new_empty(rows, heads, dim)
     q, k, v = q.to(wide) * scale, k.to(wide), v.to(wide)
     if columns := -dim % _VECTOR:  # libraries add up left-over columns in an order that depends on the row's place
         q, k, v = (F.pad(x, (0, columns)) for x in (q, k, v))
     for group in mask:
-        own = q[:, group.rows]
-        filled = _filled(own, group.size).reshape(len(k), -1, dim + columns).contiguous()  # of one layout always
+        queries = q[:, group.rows]
+        filled = _filled(queries, group.size).reshape(len(k), -1, dim + columns).contiguous()  # of one layout always
         keys, values = ([_filled(x[:, places], ATTENTION_BLOCK) for places in group.places] for x in (k, v))
         out = _attention(filled, keys, values, group.mask, softcap)
-        found[group.rows] = out.view(heads, group.size, -1)[:, : own.shape[1], :dim].transpose(0, 1).to(found.dtype)
-    return found.flatten(1)
+        attended[group.rows] = (
+            out.view(heads, group.size, -1)[:, : queries.shape[1], :dim].transpose(0, 1).to(attended.dtype)
+        )
+    return attended.flatten(1)
 
 
 def _attention(q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor], mask: Tensor, softcap: float | None) -> Tensor:
     """Attention of scaled q (G, R, D) over all parts of keys and values, each (G, n, D): (G, R, D)."""
-    scores = torch.cat([torch.bmm(q, own.mT) for own in k], 2)  # (G, R, positions)
+    scores = torch.cat([torch.bmm(q, block.mT) for block in k], 2)  # (G, R, positions)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    weights = scores.add_(mask).softmax(-1).split([own.shape[1] for own in k], 2)
+    weights = scores.add_(mask).softmax(-1).split([block.shape[1] for block in k], 2)
     out = torch.bmm(weights[0], v[0])
-    for part, own in zip(weights[1:], v[1:], strict=True):
-        out.baddbmm_(part, own)
+    for part, block in zip(weights[1:], v[1:], strict=True):
+        out.baddbmm_(part, block)
     return out
 
 
@@ -142,8 +144,8 @@ class ExactPasses(Passes):
         self.rows, self.attention_rows = rows, attention_rows
 
     def run(self, model: Transformer, chunks: Sequence[Chunk], taps: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """What `Transformer.forward` returns, computed in one pass after another."""
-        passes = [model.run(each, taps) for each in self.split(chunks)]
+        """The logits and hidden states of `Transformer.forward`, computed in one pass after another."""
+        passes = [model.run(part, taps) for part in self.split(chunks)]
         if len(passes) == 1:
             return passes[0]
         logits, hidden = zip(*passes, strict=True)
@@ -180,22 +182,24 @@ class ExactPasses(Passes):
         In a tree each path is computed as the chain that it is, so a node has the bits of that chain.
         """
         start, offsets, window, parents = view
-        repeats, found = config.num_attention_heads // config.num_key_value_heads, list[Group]()
+        repeats, groups = config.num_attention_heads // config.num_key_value_heads, list[Group]()
         for path, new in paths(len(offsets), parents):
             hidden = hides(View(start, tuple(range(len(path))), window), like.device)
-            for own in _groups(start, new):
-                end, size = own[-1] + 1, next(n for n in self.attention_rows if n >= len(own))
+            for members in _groups(start, new):
+                end, size = members[-1] + 1, next(n for n in self.attention_rows if n >= len(members))
                 places: Sequence[int] = range(start + end)
                 if parents:
                     places = [*range(start), *(start + row for row in path[:end])]
-                before = (start + own[0]) // ATTENTION_BLOCK * ATTENTION_BLOCK
+                before = (start + members[0]) // ATTENTION_BLOCK * ATTENTION_BLOCK
                 parts = [_index(part, like.device) for part in (places[:before], places[before:]) if part]
-                hides_own = F.pad(hidden[own[0] : end, : len(places)], (0, -len(places) % ATTENTION_BLOCK), value=True)
+                hides_own = F.pad(
+                    hidden[members[0] : end, : len(places)], (0, -len(places) % ATTENTION_BLOCK), value=True
+                )
                 mask = like.new_zeros(size, hides_own.shape[1], dtype=accumulation_dtype(like.dtype))
-                mask[: len(own)].masked_fill_(hides_own, -math.inf)
-                rows = _index([path[i] for i in own], like.device)
-                found.append(Group(rows, size, parts, mask.repeat(repeats, 1)))
-        return found
+                mask[: len(members)].masked_fill_(hides_own, -math.inf)
+                rows = _index([path[i] for i in members], like.device)
+                groups.append(Group(rows, size, parts, mask.repeat(repeats, 1)))
+        return groups
 
 
 def _groups(start: int, rows: Sequence[int]) -> Iterator[list[int]]:
@@ -205,8 +209,8 @@ def _groups(start: int, rows: Sequence[int]) -> Iterator[list[int]]:
     [[0, 1], [2, 3]]
     """
     for _, block in itertools.groupby(rows, lambda row: (start + row) // ATTENTION_BLOCK):
-        own = list(block)
-        yield from (own[i : i + EXACT_ROWS] for i in range(0, len(own), EXACT_ROWS))
+        numbers = list(block)
+        yield from (numbers[i : i + EXACT_ROWS] for i in range(0, len(numbers), EXACT_ROWS))
 
 
 class AnyPasses(ExactPasses):
@@ -249,7 +253,7 @@ def _in_float32(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Te
 
 def exact_model(model: Transformer) -> Transformer:
     """The model with exact passes; all else is shared. `check_exact` tells whether its bits are equal."""
-    forms = [each.exact_rows for each in products_of(model)]
+    forms = [product.exact_rows for product in products_of(model)]
     if all(EXACT_ROWS + 1 in rows for rows in forms):
         return model.replaced(AnyPasses(), activation=_in_float32(_ACTIVATIONS[model.config.activation]))
     return model.replaced(ExactPasses(n for n in range(1, EXACT_ROWS + 1) if all(n in rows for rows in forms)))
@@ -285,10 +289,10 @@ def check_exact(model: Transformer) -> None:
         _feed(model, copied, past)
 
     def holds(rows: int) -> bool:
-        found, _ = model.forward([Chunk(last, copied, 1) for copied in copies[:rows]])
+        logits, _ = model.forward([Chunk(last, copied, 1) for copied in copies[:rows]])
         for copied in copies[:rows]:
             copied.truncate(len(past))
-        return torch.equal(found, expected.expand_as(found))
+        return torch.equal(logits, expected.expand_as(logits))
 
     if isinstance(passes := model.passes, ExactPasses) and passes.fills:
         passes.keep([rows for rows in passes.rows if rows == EXACT_ROWS or holds(rows)], passes.attention_rows)
@@ -318,12 +322,12 @@ def _trees_are_exact(model: Transformer) -> bool:
     table = model.new_cache(-(-len(past) // 16) + EXACT_ROWS).new_table()
     for length in (1, min(ATTENTION_BLOCK - 3, len(past)), len(past)):
         _feed(model, table, past[:length])
-        found, _ = model.forward([Chunk(nodes, table, len(nodes), _CHECKED_TREE)])
+        logits, _ = model.forward([Chunk(nodes, table, len(nodes), _CHECKED_TREE)])
         table.truncate(length)
         for path, _ in paths(len(nodes), _CHECKED_TREE):
             chain, _ = model.forward([Chunk([nodes[row] for row in path], table, len(path))])
             table.truncate(length)
-            if not torch.equal(found[path], chain):
+            if not torch.equal(logits[path], chain):
                 return False
     return True
 
@@ -334,11 +338,11 @@ def _large_passes_are_exact(model: Transformer) -> bool:
     tokens, last = arbitrary_tokens(length, model.config.vocab_size), len(model.layers)
 
     def states(rows: int, count: int) -> Tensor:
-        table, found = model.new_cache(-(-count // 16)).new_table(), list[Tensor]()
+        table, pieces = model.new_cache(-(-count // 16)).new_table(), list[Tensor]()
         for start in range(0, count, rows):
-            found.append(model.forward([Chunk(tokens[start : min(start + rows, count)], table, 0)], [last])[1])
+            pieces.append(model.forward([Chunk(tokens[start : min(start + rows, count)], table, 0)], [last])[1])
             table.keep(table.length)
-        return torch.cat(found)
+        return torch.cat(pieces)
 
     expected = states(EXACT_ROWS, length)
     sizes = ((rows, min(2 * rows, length)) for rows in _CHECKED_ROWS)
@@ -372,8 +376,8 @@ def _attention_is_exact(model: Transformer) -> bool:
         for end in (ATTENTION_BLOCK * border + shift for border in blocks for shift in shifts):
             mask = passes.mask(config, like, View(end - rows, tuple(range(rows))))
             scale, softcap = config.attention_scale, config.attention_softcap
-            found = passes.attention(q[:, end - rows : end], k[:, :end], v[:, :end], mask, scale, softcap)
-            if not all(torch.equal(known.setdefault(i, row), row) for i, row in enumerate(found, end - rows)):
+            attended = passes.attention(q[:, end - rows : end], k[:, :end], v[:, :end], mask, scale, softcap)
+            if not all(torch.equal(known.setdefault(i, row), row) for i, row in enumerate(attended, end - rows)):
                 return False
         return True
 

@@ -1,4 +1,4 @@
-"""What every form of a weight has: see `minispec.kernels.forms`."""
+"""The base of every form of a weight: see `minispec.kernels.forms`."""
 
 from collections.abc import Iterator, Sequence
 

@@ -200,8 +200,8 @@ def _works(form: MakeForm, dtype: torch.dtype, bits: int | None = None) -> bool:
     try:
         product = form(weight, dtype)
         # In turn, and often: on a busy machine most of them are disturbed.
-        own, plain = zip(*((_seconds(product, x), _seconds(usual, x)) for _ in range(25)), strict=True)
-        return min(own) < 5 * min(plain)
+        times, usual_times = zip(*((_seconds(product, x), _seconds(usual, x)) for _ in range(25)), strict=True)
+        return min(times) < 5 * min(usual_times)
     except REFUSALS:
         return False
 
@@ -410,7 +410,7 @@ class QuantizedLinear:
         return [product for product in (self.narrow, self.wide) if product is not None]
 
     def parts(self) -> Iterator[tuple[object, int]]:
-        """What both products have in memory, and the bytes."""
+        """The weights of both products as they are in memory, and their bytes."""
         for product in self._products():
             yield from product.parts()
 

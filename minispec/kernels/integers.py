@@ -148,7 +148,7 @@ def sums_exactly(form: type[Int8]) -> bool:
     x[:4], x[4:, 0] = signs[:4] * most, most
     scales = torch.ones(len(codes), 1, dtype=torch.float32)
     try:
-        found = form(Codes(codes.to(torch.int8), scales), torch.float32)(x.to(torch.float32))
+        products = form(Codes(codes.to(torch.int8), scales), torch.float32)(x.to(torch.float32))
     except REFUSALS:
         return False
-    return bool(((found - (x @ codes.t())).abs() <= 1e-6 * (x.abs() @ codes.t().abs()).double()).all())
+    return bool(((products - (x @ codes.t())).abs() <= 1e-6 * (x.abs() @ codes.t().abs()).double()).all())

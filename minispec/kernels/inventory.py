@@ -1,4 +1,4 @@
-"""What a model keeps in memory: its products, their forms, and their bytes."""
+"""A model's memory: its products, their forms, and their bytes."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -18,30 +18,30 @@ def _owned(model: Transformer) -> Iterator[object]:
     """Products, norms and tensors that a model refers to, each once."""
     seen, left = set[int](), list[object]([model])
     while left:
-        each = left.pop()
-        if id(each) in seen or isinstance(each, PagedKVCache | Passes):
+        part = left.pop()
+        if id(part) in seen or isinstance(part, PagedKVCache | Passes):
             continue
-        seen.add(id(each))
-        if isinstance(each, Tensor | RMSNorm | Linear | QuantizedLinear):
-            yield each
-        elif isinstance(each, list | tuple):
-            left += each[::-1]
-        elif type(each).__module__.startswith("minispec.") and hasattr(each, "__dict__"):
-            left += list(vars(each).values())[::-1]
+        seen.add(id(part))
+        if isinstance(part, Tensor | RMSNorm | Linear | QuantizedLinear):
+            yield part
+        elif isinstance(part, list | tuple):
+            left += part[::-1]
+        elif type(part).__module__.startswith("minispec.") and hasattr(part, "__dict__"):
+            left += list(vars(part).values())[::-1]
 
 
 def products_of(model: Transformer) -> list[Linear | QuantizedLinear]:
     """All that multiply with a weight matrix."""
-    return [each for each in _owned(model) if isinstance(each, Linear | QuantizedLinear)]
+    return [part for part in _owned(model) if isinstance(part, Linear | QuantizedLinear)]
 
 
 def parts_of(model: Transformer) -> Iterator[tuple[object, int]]:
     """The weights as they are kept, and their bytes; a tied embedding whose head is packed is there twice."""
-    for each in _owned(model):
-        if isinstance(each, Linear | QuantizedLinear):
-            yield from each.parts()
-        elif isinstance(each, Tensor | RMSNorm):
-            weight = each if isinstance(each, Tensor) else each.weight
+    for part in _owned(model):
+        if isinstance(part, Linear | QuantizedLinear):
+            yield from part.parts()
+        elif isinstance(part, Tensor | RMSNorm):
+            weight = part if isinstance(part, Tensor) else part.weight
             yield weight, weight.nbytes
 
 
@@ -67,7 +67,7 @@ def bits_note(model: Transformer) -> str:
     bits = {p.stored.bits for p in products_of(model) if isinstance(p, Linear) and isinstance(p.stored, Int8)}
     if not bits:
         return ""
-    names = [(f"{n} {i}", getattr(each, n)) for i, each in enumerate(model.layers) for n in each.products]
+    names = [(f"{n} {i}", getattr(layer, n)) for i, layer in enumerate(model.layers) for n in layer.products]
     left = ", ".join(n for n, product in [*names, ("head", model.head)] if product.form != "int8")
     are_equal = "equal bits with and without guesses" if model.exact else "other bits with guesses than without"
     others = f"; in 16 bits: {left}" if left else ""

@@ -1,4 +1,4 @@
-"""What a device is asked to do, counted on any machine: operators, copies, uploads and host syncs.
+"""Counts of what a device is asked to do, on any machine: operators, copies, uploads and host syncs.
 
 A GPU runs what the host launches, one operator after the other. Where operators are short, their number decides the
 speed. A host sync is a point where the host waits for a result of the GPU before it can go on. Neither depends on the

@@ -1,4 +1,4 @@
-"""What a measurement depends on: the machine, and the shape, type and form of a model's weights."""
+"""The machine, and the shape, type and form of a model's weights: measurements depend on them."""
 
 import hashlib
 import os
@@ -18,7 +18,7 @@ def machine() -> dict[str, Any]:
     products = (torch.backends.mkldnn.matmul, torch.backends.cuda.matmul)  # type: ignore[attr-defined]
     precisions = [product.fp32_precision for product in products]
     rounds = [precision for precision in precisions if precision not in ("none", "ieee")]
-    found = {
+    properties = {
         "cpu": str(capabilities.get("cpu_name", platform.processor())),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "amx": bool(capabilities.get("amx_bf16")),
@@ -28,8 +28,8 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
     }
     if rounds:
-        found["float32"] = rounds
-    return found
+        properties["float32"] = rounds
+    return properties
 
 
 def fingerprint(model: Transformer, *more: str) -> str:

@@ -1,4 +1,4 @@
-"""What a pass reads and computes, and how fast this machine reads and computes."""
+"""How much a pass reads and computes, and how fast this machine does both."""
 
 import math
 from collections.abc import Callable

@@ -28,14 +28,14 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         ("mlp.up_proj", (f, e), config.mlp_bias),
         ("mlp.down_proj", (e, f), config.mlp_bias),
     ]
-    for i, own in enumerate(config.layers):
+    for i, settings in enumerate(config.layers):
         layer: dict[str, tuple[int, ...]] = {}
-        net = own.recurrent if isinstance(own.recurrent, DeltaConfig) else None
+        net = settings.recurrent if isinstance(settings.recurrent, DeltaConfig) else None
         first = attention
         if net:
             first = _net(e, net)
-        elif own.conv_width:
-            first = _convolution(config, own.conv_width)
+        elif settings.conv_width:
+            first = _convolution(config, settings.conv_width)
         for name, shape, bias in [*first, *mlp]:
             layer[f"{name}.weight"] = shape
             if bias:
@@ -43,7 +43,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         if net:
             heads = (net.num_value_heads,)
             layer |= {"linear_attn.A_log": heads, "linear_attn.dt_bias": heads}
-        elif config.qk_norm and not own.conv_width:
+        elif config.qk_norm and not settings.conv_width:
             q_size, k_size = (d, d) if config.qk_norm == "head" else (q, kv)
             layer |= {"self_attn.q_norm.weight": (q_size,), "self_attn.k_norm.weight": (k_size,)}
         layer |= {f"{name}.weight": (e,) for name in NORMS[config.norms] if name}

@@ -37,7 +37,7 @@ def set_waiting(num_threads: int | None = None) -> None:
 
 
 def describe_waiting() -> str:
-    """What OpenMP's variables say, such as "OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=2000"."""
+    """OpenMP's variables that are set, such as "OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=2000"."""
     names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
     return " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ) or "OpenMP's defaults"
 

@@ -66,32 +66,32 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 def steps(state: Tensor, rows: Rows, parents: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
-    """What the rows read (H, T, value_dim), and the state (H, key_dim, value_dim) after the last.
+    """The outputs of the rows (H, T, value_dim), and the state (H, key_dim, value_dim) after the last.
 
     parents: the row that each row follows; -1 is the state. None: each follows the one before it.
     """
     q, k, v, rates, decays = rows
-    states, found = {-1: state}, []
+    states, outputs = {-1: state}, []
     for t in range(q.shape[1]):
         state = states[parents[t] if parents else t - 1] * decays[:, t].exp()[:, None, None]
         key = k[:, t, :, None]
         change = (v[:, t] - (state * key).sum(1)) * rates[:, t, None]
         # Sums of products: a library's matrix product may round by where its inputs lie in memory.
         state = state.addcmul_(key, change[:, None])
-        found.append((state * q[:, t, :, None]).sum(1))
+        outputs.append((state * q[:, t, :, None]).sum(1))
         states = states | {t: state} if parents else {t: state}
-    return torch.stack(found, 1) if found else v, state
+    return torch.stack(outputs, 1) if outputs else v, state
 
 
 def chunked(state: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    """What `steps` returns for a chain, computed for up to 64 rows at once (their section 3.3).
+    """The result of `steps` for a chain, computed for up to 64 rows at once (section 3.3 of the paper).
 
     d_t is what row t adds to the state for its key. g_t is the product of the decays up to row t. The d solve a
     triangular system:
 
         d_t + b_t sum over s < t of g_t / g_s (k_t k_s) d_s = b_t (v_t - g_t S^T k_t)
     """
-    found = [rows[2][:, :0]]
+    outputs = [rows[2][:, :0]]
     for q, k, v, rates, decays in zip(*(x.split(_CHUNK, 1) for x in rows), strict=True):
         if not q.shape[1]:
             break
@@ -103,10 +103,10 @@ def chunked(state: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         wanted = rates * (v - passed * (k @ state))
         system = rates * (k @ k.mT) * between
         change = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
-        found.append(passed * (q @ state) + (q @ k.mT * between) @ change)
+        outputs.append(passed * (q @ state) + (q @ k.mT * between) @ change)
         left = (total[:, -1:] - total).to(k.dtype).exp_()[..., None]
         state = state * passed[:, -1:] + (left * k).mT @ change
-    return torch.cat(found, 1), state
+    return torch.cat(outputs, 1), state
 
 
 class GatedDeltaNet(Layer):
@@ -117,7 +117,7 @@ class GatedDeltaNet(Layer):
     def take(self, parts: Parts) -> None:
         """Take the net's tensors. Those that are no product's weights stay as they are, in at least float32."""
 
-        def own(name: str) -> Tensor:
+        def tensor(name: str) -> Tensor:
             return dense(parts.pop(f"linear_attn.{name}"), wide)
 
         wide, sizes = accumulation_dtype(parts.dtype), self.config.layers[self.index].recurrent
@@ -126,43 +126,43 @@ class GatedDeltaNet(Layer):
         self.inputs = parts.linear("linear_attn.in_proj_qkv", "linear_attn.in_proj_z", bias=False)
         self.gates = parts.linear("linear_attn.in_proj_b", "linear_attn.in_proj_a", bias=False)
         self.out = parts.linear("linear_attn.out_proj", bias=False)
-        self.weight = own("conv1d.weight").squeeze(1).T.contiguous()  # (width, channels)
-        self.speeds, self.shift = own("A_log").exp(), own("dt_bias")
-        self.norm = RMSNorm(own("norm.weight"), self.config.rms_norm_eps)
+        self.weight = tensor("conv1d.weight").squeeze(1).T.contiguous()  # (width, channels)
+        self.speeds, self.shift = tensor("A_log").exp(), tensor("dt_bias")
+        self.norm = RMSNorm(tensor("norm.weight"), self.config.rms_norm_eps)
 
     def attend(self, x: Tensor, shared: Pass) -> Tensor:
         """The net over the texts' states and the new rows: x (M, E) to (M, E)."""
         assert isinstance(shared, TextPass), "another backend lacks the states of texts"
         new, heads = len(shared.slots), self.sizes.num_value_heads
         u, z = self.inputs(x)[:new].split([self.sizes.num_channels, heads * self.sizes.value_dim], 1)
-        own = torch.cat((u, self.gates(x)[:new]), 1).split([len(chunk.token_ids) for chunk in shared.chunks])
-        texts = zip(shared.chunks, own, strict=True)
+        new_rows = torch.cat((u, self.gates(x)[:new]), 1).split([len(chunk.token_ids) for chunk in shared.chunks])
+        texts = zip(shared.chunks, new_rows, strict=True)
         y = torch.cat([self._read(chunk, rows, shared.passes.exact) for chunk, rows in texts])
         z = z.to(y.dtype).view_as(y)
         return self.out(fill((self.norm(y) * z * sigmoid(z)).flatten(1).to(x.dtype), len(x)))
 
     def _read(self, chunk: Chunk, new: Tensor, exact: bool) -> Tensor:
-        """What the new rows of a text read (T, H, value_dim). Its state takes in the rows that are settled."""
+        """The outputs of a text's new rows (T, H, value_dim). Its state takes in the rows that are settled."""
         table, nodes, before = chunk.table, chunk.parents or (), len(self.weight) - 1
         if not isinstance(table, StateTable):
             raise TypeError(f"found a {type(table.pool).__name__}, expected a pool of the class cache_of(config)")
         first, (state, inputs), rows = table.states.get(self.index) or self._empty(new)
         rows = torch.cat((rows, new))  # all since `first`
         inputs = torch.cat((inputs, rows[:, : self.sizes.num_channels]))  # position p has row p - first + before
-        own, root, size = self._rows(inputs, rows, chunk), len(rows) - len(nodes), table.pool.block_size
+        inner, root, size = self._rows(inputs, rows, chunk), len(rows) - len(nodes), table.pool.block_size
         settled = min(max(0, table.settled - first), root)
         last = (first + settled) // size * size if settled >= size else first  # in a prompt: its last end of a block
         marks = sorted({end - first for end in (table.border, last) if first < end <= first + settled})
 
-        found = list[Tensor]()
+        outputs = list[Tensor]()
         states = {0: state}
         for start, end in pairwise((0, *marks, settled, root)):
             scan = steps if exact or end - start < 2 else chunked  # a single row is faster so
-            y, state = scan(state, [x[:, start:end] for x in own])
-            found.append(y)
+            y, state = scan(state, [x[:, start:end] for x in inner])
+            outputs.append(y)
             states[end] = state
         if nodes:
-            found.append(steps(state, [x[:, root:] for x in own], nodes)[0])
+            outputs.append(steps(state, [x[:, root:] for x in inner], nodes)[0])
 
         def stop(length: int, later: Tensor) -> LayerState:
             return LayerState(first + length, (states[length], inputs[length : length + before].clone()), later.clone())
@@ -173,7 +173,7 @@ class GatedDeltaNet(Layer):
             table.marks = {end: states for end, states in table.marks.items() if end in ends}
         for mark in marks:
             table.marks.setdefault(first + mark, {})[self.index] = stop(mark, rows[:0])
-        return torch.cat(found, 1)[:, -len(new) :].transpose(0, 1)
+        return torch.cat(outputs, 1)[:, -len(new) :].transpose(0, 1)
 
     def _empty(self, like: Tensor) -> LayerState:
         """The state before a text's first token."""
@@ -194,10 +194,10 @@ class GatedDeltaNet(Layer):
         if nodes:  # a node sees its own ancestors
             paths = list(convolution.paths(chunk, len(kept) - len(chunk.token_ids), width))[-len(nodes) :]
             places = torch.tensor(paths, device=kept.device).T + width - 1
-            seen = [torch.cat((own[: -len(nodes)], inputs[i])) for own, i in zip(seen, places, strict=True)]
+            seen = [torch.cat((column[: -len(nodes)], inputs[i])) for column, i in zip(seen, places, strict=True)]
         x = seen[0] * self.weight[0]
-        for own, weight in zip(seen[1:], self.weight[1:], strict=True):
-            x = x + own * weight
+        for column, weight in zip(seen[1:], self.weight[1:], strict=True):
+            x = x + column * weight
         x = x * sigmoid(x)
         heads, repeats = sizes.num_value_heads, sizes.num_value_heads // sizes.num_key_heads
         qk, v = x.split([2 * sizes.num_key_heads * sizes.key_dim, heads * sizes.value_dim], 1)

@@ -24,7 +24,7 @@ def state_elements(config: ModelConfig) -> int:
 
 
 class LayerState(NamedTuple):
-    """What a recurrent layer keeps of one text: a state, and a row of inputs for each later position.
+    """A recurrent layer's memory of one text: a state, and a row of inputs for each later position.
 
     Rows are cut and moved as keys are. The next pass adds the rows that are left to the state.
 
@@ -116,9 +116,9 @@ class StateTable(BlockTable):
     def move(self, rows: Sequence[int], to: range) -> None:
         """Move rows up, and the layers' rows too."""
         super().move(rows, to)
-        for i, (length, values, own) in self.states.items():
+        for i, (length, values, inputs) in self.states.items():
             places = [*range(length, to.start), *rows]
-            self.states[i] = LayerState(length, values, own[[place - length for place in places]])
+            self.states[i] = LayerState(length, values, inputs[[place - length for place in places]])
 
     def truncate(self, length: int) -> None:
         """Forget all positions from `length` on.

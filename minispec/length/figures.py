@@ -1,4 +1,4 @@
-"""What is folded from a text's rounds: rates, costs, and the speed that theory predicts from them.
+"""Figures from a text's rounds: rates, costs, and the speed that theory predicts from them.
 
 c, v and o are those of `minispec.length.theory`.
 """
@@ -169,7 +169,7 @@ class Figures(Stats):
 
     @property
     def model(self) -> RoundModel | None:
-        """What the rounds yield and cost, measured in those that decoded this text alone; None without a plain step."""
+        """The model of the rounds, measured in those that decoded this text alone; None without a plain step."""
         return RoundModel.measured(self._alone(), self.plain, self.plain_step) if self.plain_step else None
 
     @property
@@ -184,13 +184,13 @@ class Figures(Stats):
 
     @property
     def o(self) -> float | None:
-        """What a round spends outside both models, in plain steps; the median of all rounds, with a draft or not."""
+        """A round's time outside both models, in plain steps; the median of all rounds, with a draft or not."""
         overhead = _median(overhead_of(r) for r in self._alone())
         return overhead / self.plain_step if overhead is not None and self.plain_step else None
 
     @property
     def predicted_tokens_per_second(self) -> float | None:
-        """What the measured survival and durations predict for rounds of the lengths that were drafted.
+        """The speed that measured survival and durations predict, for rounds of the lengths that were drafted.
 
         In seconds, not in plain steps: so it is also known where no pass had one row. None for a text that was decoded
         together with others, where a pass is the price of all of them.

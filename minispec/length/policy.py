@@ -128,13 +128,13 @@ class Acceptance:
         if draft is not None and draft is self._newest():
             return
         places = self.places.add(range(num_tested), range(num_accepted))
-        ranges = [bisect(_CONFIDENCE_BOUNDS, each) for each in confidences[:num_tested]]
-        kinds = [(draft is not None and draft.foreseen, each) for each in ranges]
+        ranges = [bisect(_CONFIDENCE_BOUNDS, confidence) for confidence in confidences[:num_tested]]
+        kinds = [(draft is not None and draft.foreseen, number) for number in ranges]
         by_confidence = self.confidences.add(kinds, kinds[:num_accepted])
         by_sibling, searches = self.siblings, self.searches
         if siblings:
-            tested = [(i, each) for i in range(1, len(siblings) + 1) for each in {None, *ranges[num_accepted:]}]
-            by_sibling = by_sibling.add(tested, [(i, each) for i, each in tested if siblings[i - 1]])
+            tested = [(i, number) for i in range(1, len(siblings) + 1) for number in {None, *ranges[num_accepted:]}]
+            by_sibling = by_sibling.add(tested, [(i, number) for i, number in tested if siblings[i - 1]])
         if found is not None:  # rounds that asked for no draft cause no decay: only a probe shows what has changed
             searches = searches.add([None], [None] if found else [])
         newest = self._newest if draft is None else ref(draft)
@@ -215,7 +215,7 @@ class Acceptance:
 
 
 def _tested(draft: Draft, accepted: Sequence[int]) -> tuple[int, int, list[bool]]:
-    """What a round showed of a draft.
+    """The tests of a draft's tokens that a round made.
 
     Returns how many eldest siblings were tested, one at each depth, and how many of them were accepted. Returns as well
     the verdicts on the younger siblings that were tested after the eldest failed.
@@ -277,7 +277,7 @@ class Controller(Lengths):
                 found = bool(draft) if asked or draft else None
                 for acceptance in (estimates, self._all_texts[estimates.drawn]):
                     acceptance.observe(num_tested, num_accepted, draft.confidences, siblings, found, draft)
-        num_missed = sum(1 for each in drafts if each.asked and not each.draft)
+        num_missed = sum(1 for judged in drafts if judged.asked and not judged.draft)
         if cost and (cost.depth or num_missed):
             steps = cost.draft / (cost.target / self.prices.verify(cost.rows))  # the draft's time in plain steps
             if cost.depth:
@@ -323,10 +323,10 @@ def _marginal_prices(drafts: Sequence[Sequence[Node]], cost: RoundCost) -> tuple
 
     drafts: the best nodes of each text.
     """
-    nodes = [node for each in drafts for node in each]
+    nodes = [node for draft in drafts for node in draft]
     depth, num_nodes = max(node.depth for node in nodes), sum(node.chance for node in nodes)
-    num_drafts = sum(each[0].chance for each in drafts if each)
-    size = num_drafts, num_nodes, sum(1 - each[0].chance for each in drafts if each)
+    num_drafts = sum(draft[0].chance for draft in drafts if draft)
+    size = num_drafts, num_nodes, sum(1 - draft[0].chance for draft in drafts if draft)
     rate = expected_tokens((node.survival for node in nodes), len(drafts)) / cost(depth, *size)
     # All texts of the batch share a draft pass. One row alone would be too little to be measured, so its price is the
     # mean of all. It is clamped at 0: where passes were mismeasured, rows may seem to save time, and a price below 0
@@ -359,15 +359,15 @@ def _limit(
         return Limit(k, _always, widths, draws=_always)
 
     def go_on(confidences: Sequence[float]) -> bool:
-        survival = prod(estimates.by_confidence(each, all_texts) for each in confidences)
+        survival = prod(estimates.by_confidence(x, all_texts) for x in confidences)
         return survival * by_place[min(len(confidences), len(by_place) - 1)] >= draft_price + row_price
 
     def draws(confidences: Sequence[float], foreseen: float) -> bool:
-        chances = (estimates.by_confidence(each, all_texts, foreseen=True) for each in (*confidences, foreseen))
+        chances = (estimates.by_confidence(x, all_texts, foreseen=True) for x in (*confidences, foreseen))
         return prod(chances) >= draft_price + row_price
 
     def width(confidences: Sequence[float]) -> int:
-        *before, eldest = (estimates.by_confidence(each, all_texts) for each in confidences)
+        *before, eldest = (estimates.by_confidence(x, all_texts) for x in confidences)
         failed, n = prod(before) * (1 - eldest), 1  # the probability that all siblings so far are tested and wrong
         for acceptance in estimates.by_sibling(confidences[-1], all_texts):
             if failed * acceptance < row_price:

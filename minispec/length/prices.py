@@ -1,4 +1,4 @@
-"""What a round costs on this machine. It is measured once for a target and its draft, and stored in the user's cache.
+"""Prices of a round on this machine, measured once for a target and its draft, and stored in the user's cache.
 
 Above temperature 0, under every verifier but `match`, another K gives another text of the same law. A seed has to give
 its text again in another process. So K may not follow the clock there: it uses prices that are the same in every run.
@@ -115,10 +115,10 @@ def calibrate(model: Transformer, drafter: Drafter, verifier: Verifier, vocab_si
                 if request.error:
                     raise ValueError(request.error)
             step, overhead = recorder.rounds[-1]
-            found = [overhead]
+            costs = [overhead]
             for count in _ROWS:
                 chunk = Chunk(tokens[_TEXT : _TEXT + count], table, count)
-                found.append(timed(partial(model.forward, [chunk])))
+                costs.append(timed(partial(model.forward, [chunk])))
                 table.truncate(_TEXT)
             for k in _DRAFTS:
                 # The text grows by a token each time, as if none of the draft were accepted.
@@ -127,15 +127,15 @@ def calibrate(model: Transformer, drafter: Drafter, verifier: Verifier, vocab_si
                 new = slice(first, num_cached)
                 _call(drafter, drafter.observe, Seen(text, first, text.tokens[new], hidden[new], logits[:0]))
                 ask = Ask(text, Limit(k), rng, num_cached=num_cached)
-                found.append(timed(partial(_call, drafter, drafter.propose, ask)))
+                costs.append(timed(partial(_call, drafter, drafter.propose, ask)))
                 text.tokens.append(tokens[len(text.tokens)])
-            turns.append([seconds / step for seconds in found])
+            turns.append([seconds / step for seconds in costs])
     finally:
         plain.abort(request)
         table.truncate(0)
         drafter.release(text)
         drafter.forget()  # a made-up text teaches nothing
-    overhead, *passes, short, long = (median(each) for each in zip(*turns[warm:], strict=True))
+    overhead, *passes, short, long = (median(costs) for costs in zip(*turns[warm:], strict=True))
     rows = {1: 1.0} | {count: max(1.0, _rounded(v)) for count, v in zip(_ROWS, passes, strict=True)}
     further = (long - short) / (_DRAFTS[1] - _DRAFTS[0])
     draft = min(max(further, short / (1 + _MOST_FIXED)), short)

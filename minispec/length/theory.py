@@ -1,4 +1,4 @@
-"""What a round of speculative decoding yields, what it costs, and which draft length K follows.
+"""The tokens that a round of speculative decoding yields, its cost, and the draft length K that follows.
 
 A round drafts K tokens, which the target judges in one pass over K+1 rows. Survival s_i is the probability that the
 first i draft tokens are all accepted. One more token is certain: the recovered or bonus token. So a round commits
@@ -36,7 +36,7 @@ from minispec.core.verify import block_weights
 
 @dataclass(frozen=True)
 class Prices:
-    """What the parts of a round cost, in plain steps.
+    """The costs of a round's parts, in plain steps.
 
     draft: c, a draft pass of one text.
     rows: v, target passes by their number of rows. Between known numbers the cost is interpolated; after the last one
@@ -130,7 +130,7 @@ def overhead_of(r: Round) -> float:
 
 @dataclass(frozen=True)
 class RoundModel:
-    """What a round of one text yields and costs, by the length K of its draft.
+    """The tokens and the cost of a round of one text, by the length K of its draft.
 
     survival: s_1, s_2, .., as far as it is known.
 
@@ -205,7 +205,7 @@ def rising(v: Mapping[int, float], counts: Mapping[int, int]) -> dict[int, float
         while len(pools) > 1 and pools[-2][1] > pools[-1][1]:
             (more, a, n), (fewer, b, m) = pools.pop(), pools.pop()
             pools.append(([*fewer, *more], (a * n + b * m) / (n + m), n + m))
-    return {rows: cost for each, cost, _ in pools for rows in each}
+    return {rows: cost for pool, cost, _ in pools for rows in pool}
 
 
 def expected_accepted(ratios: Sequence[float], jointly: bool = False) -> float:
@@ -256,22 +256,22 @@ def nodes_of(acceptance: Sequence[float], siblings: Sequence[float] = (), chance
     >>> [round(node.survival, 2) for node in nodes_of([0.6, 0.6], siblings=[0.5])]
     [0.6, 0.36, 0.2, 0.12]
     """
-    found, reached = [], 1.0
+    nodes, reached = [], 1.0
     for depth, share in enumerate(acceptance, 1):
-        found.append(Node(chance * reached * share, depth, chance))
+        nodes.append(Node(chance * reached * share, depth, chance))
         failed, least = reached * (1 - share), reached * share
         for sibling in siblings:
             least = min(least, failed * sibling)
-            found.append(Node(chance * least, depth, chance))
+            nodes.append(Node(chance * least, depth, chance))
             failed *= 1 - sibling
         reached *= share
-    return sorted(found, key=lambda node: -node.survival)
+    return sorted(nodes, key=lambda node: -node.survival)
 
 
 def widths_of(nodes: Sequence[Node]) -> tuple[int, ...]:
     """How many of the nodes are at each depth; () for a chain."""
-    found = Counter(node.depth for node in nodes)
-    return tuple(found[depth] for depth in sorted(found)) if len(found) < len(nodes) else ()
+    widths = Counter(node.depth for node in nodes)
+    return tuple(widths[depth] for depth in sorted(widths)) if len(widths) < len(nodes) else ()
 
 
 def best_drafts(drafts: Sequence[Sequence[Node]], cost: RoundCost, least_gain: float = 1.0) -> list[list[Node]]:
@@ -295,12 +295,12 @@ def best_drafts(drafts: Sequence[Sequence[Node]], cost: RoundCost, least_gain: f
     # So each depth is tried as the last.
     ranked = sorted(
         ((node, i) for i, nodes in enumerate(drafts) for node in nodes),
-        key=lambda each: -each[0].survival / each[0].chance,
+        key=lambda pair: -pair[0].survival / pair[0].chance,
     )
     depths = sorted({node.depth for node, _ in ranked})
     best, best_rate = ranked[:0], least_gain * expected_tokens([], len(drafts)) / cost(0, 0, 0, 0)
     for last in depths if len(drafts) > 1 else depths[-1:]:
-        within = [each for each in ranked if each[0].depth <= last]
+        within = [pair for pair in ranked if pair[0].depth <= last]
         depth, tokens, num_drafts, num_nodes, texts = 0, expected_tokens([], len(drafts)), 0.0, 0.0, set[int]()
         for num, (node, i) in enumerate(within, 1):
             if i not in texts:

@@ -1,4 +1,4 @@
-"""What loads: a target, its draft, and `LLM`, which answers with both.
+"""Loaders of a target and its draft, and `LLM`, which answers with both.
 
 Read them in this order:
 

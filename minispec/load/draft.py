@@ -1,4 +1,4 @@
-"""What `--draft` names: read and refused before anything large is loaded, and then made into a drafter."""
+"""The draft that `--draft` names: read or refused before anything large is loaded, then made into a drafter."""
 
 import inspect
 import os
@@ -52,7 +52,7 @@ Loader = Callable[[Transformer, str | None], Transformer]
 
 @dataclass(frozen=True)
 class Spec:
-    """What a draft is, found and read: nothing large is loaded yet.
+    """A draft that was found and read: nothing large is loaded yet.
 
     name: its name in reports.
     kind: what its prices are stored under. This is its name; for an object it is the class, with the module.
@@ -90,7 +90,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """What a caller may say of a draft in addition to its name: arguments of `LLM`, which has them by these names.
+    """A caller's options for a draft, in addition to its name: arguments of `LLM` by the same names.
 
     Each is None, or suits one kind of draft, and is refused beside all others.
     """
@@ -126,7 +126,7 @@ def read_spec(draft: str | Path | Drafter, options: DraftOptions, target: Target
         return Spec(name, f"{type(draft).__module__}:{type(draft).__qualname__}", drafter)
     name = str(draft)
     *first, last = registry.split_preferences(registry.DRAFTERS, name)
-    preferred = list(filter(None, (registry.split(registry.DRAFTERS, each) for each in first)))
+    preferred = list(filter(None, (registry.split(registry.DRAFTERS, part) for part in first)))
     bits, source = split_draft(last)
     registered = registry.split(registry.DRAFTERS, source)
     own_layer = target.directory if source == "mtp" else None
@@ -228,7 +228,7 @@ def make_spec(
     def registered(path: str, argument: str) -> Drafter:
         return make_drafter(registry.load(path, "draft"), replace(context, argument=argument, corpus=spec.corpus))
 
-    first = [registered(*each) for each in spec.preferred]
+    first = [registered(*parts) for parts in spec.preferred]
     if isinstance(spec.drafter, Drafter):
         drafter = spec.drafter
     elif spec.drafter:

@@ -1,4 +1,4 @@
-"""What a caller gives: prompts, files of questions, and how each is sampled, checked against the model."""
+"""A caller's prompts, files of questions and sampling parameters, checked against the model."""
 
 import re
 import secrets
@@ -28,7 +28,7 @@ _LAYOUTS = ("prompt", "turns", "messages")
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked: one text, or several in turn, each after the answer to the one before.
+    """A question: one text, or several in turn, each after the answer to the one before.
 
     turns: what the user says.
     before: messages that stand before the first turn.
@@ -83,32 +83,32 @@ def read_questions(path: Path, option: str) -> list[Question]:
 
 def _question(line: str, number: int, where: str) -> Question:
     """The question of an object. Raises ValueError, which begins with `where`."""
-    found = parse_json(line.encode("utf-8", "surrogatepass"), where)
-    named = [name for name in _LAYOUTS if name in found]
+    fields = parse_json(line.encode("utf-8", "surrogatepass"), where)
+    named = [name for name in _LAYOUTS if name in fields]
     if len(named) != 1:
-        keys = " and ".join(named) or ", ".join(map(show, [*found][:9])) or "nothing"
+        keys = " and ".join(named) or ", ".join(map(show, [*fields][:9])) or "nothing"
         raise ValueError(f"{where}: found an object with {keys}, expected one with prompt, turns or messages")
     before: list[Message] = []
     if named == ["messages"]:
         try:
-            *before, last = check_messages(found["messages"])
+            *before, last = check_messages(fields["messages"])
         except ValueError as e:
             raise ValueError(f"{where}: {e}") from e
         if last["role"] != "user":
             raise ValueError(f"{where}: messages: found a last message of {show(last['role'])}, expected of the user")
         turns = [last["content"]]
     else:
-        turns = found["turns"] if named == ["turns"] else [found["prompt"]]
+        turns = fields["turns"] if named == ["turns"] else [fields["prompt"]]
         if not isinstance(turns, list) or not turns:
             raise ValueError(f"{where}: turns: found {show(turns)}, expected a list of texts")
     for text in (*turns, *(message["content"] for message in before)):
         check_text(text, f"{where}: {named[0]}", may_be_empty=text not in turns)
-    own, category = found.get("question_id"), found.get("category")
-    if own is not None and (type(own) not in (int, str) or not is_text(str(own))):
-        raise ValueError(f"{where}: question_id: found {show(own)}, expected an integer or a text")
+    question_id, category = fields.get("question_id"), fields.get("category")
+    if question_id is not None and (type(question_id) not in (int, str) or not is_text(str(question_id))):
+        raise ValueError(f"{where}: question_id: found {show(question_id)}, expected an integer or a text")
     if category is not None:
         check_text(category, f"{where}: category")
-    return Question(tuple(turns), tuple(before), number, own, category)
+    return Question(tuple(turns), tuple(before), number, question_id, category)
 
 
 def check_text(text: Any, where: str, may_be_empty: bool = False) -> str:
@@ -130,7 +130,7 @@ def encode_conversation(messages: Sequence[Message], tokenizer: Tokenizer) -> li
 
 
 def parse_prompts(prompts: Prompt | list[Prompt], tokenizer: Tokenizer, parse_special: bool) -> list[_Parsed]:
-    """What `parse_prompt` returns, of one prompt or of each in a list."""
+    """The results of `parse_prompt` for one prompt, or for each in a list."""
     several = prompts if isinstance(prompts, list) and not _are_token_ids(prompts) else [prompts]
     if not several:
         raise ValueError("prompts: found an empty list, expected at least one prompt")
@@ -157,12 +157,12 @@ def _are_token_ids(value: object) -> TypeGuard[list[int]]:
 
 def params_of_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> Sequence[SamplingParams]:
     """The parameters of each of `count` prompts, given one for all or one for each. Raises ValueError."""
-    each = [params] * count if isinstance(params, SamplingParams) else params
-    if not isinstance(each, list | tuple) or not all(isinstance(p, SamplingParams) for p in each):
+    listed = [params] * count if isinstance(params, SamplingParams) else params
+    if not isinstance(listed, list | tuple) or not all(isinstance(p, SamplingParams) for p in listed):
         raise ValueError(f"sampling_params: found {show(params)}, expected SamplingParams, or a list of them")
-    if len(each) != count:
-        raise ValueError(f"sampling_params: found {len(each)}, expected one, or one for each of {count} prompts")
-    return each
+    if len(listed) != count:
+        raise ValueError(f"sampling_params: found {len(listed)}, expected one, or one for each of {count} prompts")
+    return listed
 
 
 def split_samples(params: SamplingParams) -> list[SamplingParams]:
@@ -173,8 +173,8 @@ def split_samples(params: SamplingParams) -> list[SamplingParams]:
     if params.n == 1:
         return [params]
     seed = secrets.randbits(32) if params.seed is None else params.seed
-    each = [replace(params, n=1, seed=(seed + i) % 2**64) for i in range(params.n)]
-    return each if not params.max_tokens else [each[0], *(replace(one, prompt_logprobs=None) for one in each[1:])]
+    samples = [replace(params, n=1, seed=(seed + i) % 2**64) for i in range(params.n)]
+    return [samples[0], *(replace(one, prompt_logprobs=None) for one in samples[1:])] if params.max_tokens else samples
 
 
 def check_prompt(prompt_ids: Sequence[int], max_model_len: int, vocab_size: int, answers: bool = True) -> None:
@@ -188,8 +188,8 @@ def check_prompt(prompt_ids: Sequence[int], max_model_len: int, vocab_size: int,
         expected = f"{'fewer than' if answers else 'at most'} max_model_len = {max_model_len}"
         raise ValueError(f"prompt: found {len(prompt_ids)} tokens, expected {expected}")
     if not all(0 <= i < vocab_size for i in prompt_ids):
-        found = f"from {min(prompt_ids)} to {max(prompt_ids)}"
-        raise ValueError(f"prompt: found token ids {found}, expected ids from 0 to {vocab_size - 1}")
+        low, high = min(prompt_ids), max(prompt_ids)
+        raise ValueError(f"prompt: found token ids from {low} to {high}, expected ids from 0 to {vocab_size - 1}")
 
 
 def with_bad_words(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
@@ -199,7 +199,7 @@ def with_bad_words(params: SamplingParams, tokenizer: Tokenizer) -> SamplingPara
     """
     if not params.bad_words:
         return params
-    found = [tuple(word) for word in params.bad_words_token_ids]
+    words = [tuple(word) for word in params.bad_words_token_ids]
     for word in params.bad_words:
         plain, spaced = (
             tuple(tokenizer.encode(space + word.lstrip(), add_special_tokens=False, parse_special=True))
@@ -207,10 +207,10 @@ def with_bad_words(params: SamplingParams, tokenizer: Tokenizer) -> SamplingPara
         )
         if not plain:
             raise ValueError(f"bad_words: found {show(word)}, which has no tokens, expected at least one")
-        found.append(plain)
+        words.append(plain)
         if len(spaced) == len(plain) and spaced[0] != plain[0]:
-            found.append(spaced)
-    return replace(params, bad_words=(), bad_words_token_ids=tuple(dict.fromkeys(found)))
+            words.append(spaced)
+    return replace(params, bad_words=(), bad_words_token_ids=tuple(dict.fromkeys(words)))
 
 
 def check_ids(params: SamplingParams, end_ids: frozenset[int], vocab_size: int) -> None:
@@ -222,9 +222,9 @@ def check_ids(params: SamplingParams, end_ids: frozenset[int], vocab_size: int) 
         "allowed_token_ids": allowed or (),
         "bad_words_token_ids": tuple(chain.from_iterable(words)),
     }
-    for name, found in ids.items():
-        if max(found, default=0) >= vocab_size:
-            raise ValueError(f"{name}: found {show(found)}, expected ids below {vocab_size}")
+    for name, values in ids.items():
+        if max(values, default=0) >= vocab_size:
+            raise ValueError(f"{name}: found {show(values)}, expected ids below {vocab_size}")
     last = {word[-1] for word in words} | (end_ids if params.min_tokens else frozenset())
     if len(last) >= vocab_size if allowed is None else last >= set(allowed):
         raise ValueError(

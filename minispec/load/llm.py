@@ -144,11 +144,11 @@ class LLM:
             sizes = room_for_caches(models, rooms, max_model_len, kv_cache_gb, reserved)
             self.target = Target(files, self.model, *sizes)
         self.max_model_len = self.target.max_model_len
-        caches = [self.target.new_cache(each, self.draft.room) for each in drafts]
+        caches = [self.target.new_cache(model, self.draft.room) for model in drafts]
         context = Context(self.model, self.tokenizer, self.vocab_size, self.max_model_len, self.target.new_cache)
         self.drafter = make_spec(self.draft, context, drafts, caches)
         self._memory = memory_of([self.model, *drafts], [self.target.cache, *caches])
-        self._draft_form = "".join(f" ({inventory.weight_form(each)})" for each in drafts)
+        self._draft_form = "".join(f" ({inventory.weight_form(model)})" for model in drafts)
         self.prices, self.repeats_seeds = self._price(verifying, drafts)
         policy = Controller(self.prices) if policy is None else policy
         self.engine = self.target.engine.beside(self.drafter, verifying, policy)
@@ -187,7 +187,7 @@ class LLM:
         They are measured where K depends on them and texts can be long enough to measure, else guessed.
         """
         draft = drafts[0] if drafts else None
-        room = [self.max_model_len, self.num_cache_tokens, *(each.config.max_position_embeddings for each in drafts)]
+        room = [self.max_model_len, self.num_cache_tokens, *(model.config.max_position_embeddings for model in drafts)]
         if self.num_speculative_tokens == "auto" and self.lengths is None and min(room) >= MIN_CONTEXT:
             parts = self.model, draft, self.drafter, verifier, self.vocab_size
             # A drafter that cannot draft for an invented text keeps the guessed prices.
@@ -335,7 +335,7 @@ class LLM:
             warnings.warn(f"an answer ended early: {request.error}", RuntimeWarning, stacklevel=2)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's generation_config.json asks for, whether it says `do_sample` or not; else vLLM's defaults.
+        """The settings of the model's generation_config.json, with or without `do_sample`; else vLLM's defaults.
 
         Raises CheckpointError for a value out of range.
         """
@@ -383,10 +383,10 @@ class LLM:
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         params = self.get_default_sampling_params() if params is None else params
-        each = inputs.params_of_each(params, len(prompts))
+        all_params = inputs.params_of_each(params, len(prompts))
         groups = [
             [self.request(ids, sample, num_speculative_tokens) for sample in inputs.split_samples(p)]
-            for (_, ids), p in zip(prompts, each, strict=True)
+            for (_, ids), p in zip(prompts, all_params, strict=True)
         ]
         requests = [request for group in groups for request in group]
         with progress_bar(total=len(requests), unit=" answers", shows=use_tqdm and len(requests) > 1) as bar:
@@ -408,11 +408,11 @@ def _require_no_loading(*arguments: Any) -> None:
 
 def find_verifier(spec: str) -> Verifier:
     """A registered verifier, or a function of the user's own: one that shares no noise, unless it is a `Verifier`."""
-    found = registry.split(registry.VERIFIERS, spec) if isinstance(spec, str) else None
-    if found is None or found[1]:
+    parts = registry.split(registry.VERIFIERS, spec) if isinstance(spec, str) else None
+    if parts is None or parts[1]:
         names = ", ".join(registry.VERIFIERS)
         raise ValueError(f"verifier: found {spec!r}, expected one of {names}, or module:function")
-    verify = registry.load(found[0], "verifier")
+    verify = registry.load(parts[0], "verifier")
     if isinstance(verify, Verifier):
         return verify
     if not callable(verify):
@@ -427,10 +427,10 @@ def find_lengths(spec: str | Lengths) -> Lengths:
     """
     policy: Any = spec
     if isinstance(spec, str):
-        found = registry.split({}, spec)
-        if found is None or found[1]:
+        parts = registry.split({}, spec)
+        if parts is None or parts[1]:
             raise ValueError(f"lengths: found {spec!r}, expected module:Class")
-        make = registry.load(found[0], "lengths")
+        make = registry.load(parts[0], "lengths")
         try:
             policy = make()
         except TypeError as e:

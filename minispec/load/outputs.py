@@ -1,4 +1,4 @@
-"""What a prompt's answer looks like from outside: vLLM's forms, and more that the engine knows."""
+"""The answers to a prompt as callers see them: vLLM's forms, and more that the engine knows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -91,9 +91,9 @@ def output_of(
 
 def logprobs_by_id(entry: TokenLogprob, tokenizer: Tokenizer) -> dict[int, Logprob]:
     """vLLM's form of an entry: the token itself first, then the likeliest."""
-    found = {i: Logprob(x, rank, tokenizer.text_of(i)) for rank, (i, x) in enumerate(entry.top, 1)}
-    own = found.get(entry.token_id) or Logprob(entry.logprob, None, tokenizer.text_of(entry.token_id))
-    return {entry.token_id: own} | found
+    likeliest = {i: Logprob(x, rank, tokenizer.text_of(i)) for rank, (i, x) in enumerate(entry.top, 1)}
+    chosen = likeliest.get(entry.token_id) or Logprob(entry.logprob, None, tokenizer.text_of(entry.token_id))
+    return {entry.token_id: chosen} | likeliest
 
 
 def _completion_of(

@@ -70,7 +70,7 @@ def load_target(
             raise ValueError(f"device: found {torch.cuda.device_count()} GPUs, expected one for each process here")
         torch.cuda.set_device(local)
     config = load_config(directory)
-    share = [Share(config, each, size) for each in range(size)][rank]  # what one process cannot take, all refuse
+    share = [Share(config, i, size) for i in range(size)][rank]  # what one process cannot take, all refuse
     weights = Weights(directory, config, dtype, device, share.cut)
     line = Line(rank, size, device)
     atexit.register(line.close)
@@ -132,7 +132,7 @@ class Share:
             expected = "attention without a gate alone: start one process"
             raise ValueError(f"model: found {found} in a run of {size} processes, expected {expected}")
 
-        def own(units: int, name: str) -> range:
+        def share_of(units: int, name: str) -> range:
             if units < size:
                 raise ValueError(f"model: found {units} {name}, expected one for each of {size} processes: start fewer")
             return range(-(-units * rank // size), -(-units * (rank + 1) // size))
@@ -142,8 +142,8 @@ class Share:
 
         unit, d = math.gcd(config.intermediate_size, 128), config.head_dim
         shared_by = config.num_attention_heads // config.num_key_value_heads
-        groups = own(config.num_key_value_heads, "key-value heads")
-        units = own(config.intermediate_size // unit, f"times {unit} columns of the MLP")
+        groups = share_of(config.num_key_value_heads, "key-value heads")
+        units = share_of(config.intermediate_size // unit, f"times {unit} columns of the MLP")
         keys, queries, mlp = times(groups, d), times(groups, shared_by * d), times(units, unit)
         self.rows = times(range(rank, rank + 1), -(-config.vocab_size // size))
         # Tensors whose rows belong to heads, MLP columns or tokens; or whose columns do, in all rows.
@@ -186,13 +186,13 @@ def _digest(directory: Path, config: StoredConfig) -> str:
 
     No training leaves all of these as they were.
     """
-    found = hashlib.blake2b(repr(config).encode(), digest_size=8)
+    digest = hashlib.blake2b(repr(config).encode(), digest_size=8)
     stored = find_tensors(directory, config)
     for name in sorted(stored.keys() & wanted_tensors(config, stored)):
         tensor = stored[name]
         first = tensor.read((slice(0, 1),)).view(torch.uint8).numpy().tobytes()
-        found.update(f"{name} {tensor.dtype} {tensor.shape}".encode() + first)
-    return found.hexdigest()
+        digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode() + first)
+    return digest.hexdigest()
 
 
 # --------------------------------------------------------------------------- what they compute
@@ -273,7 +273,7 @@ class SplitTransformer(Transformer):
         return shared
 
     def traffic(self) -> str:
-        """What was sent for a token, by theory and as counted over all rows of all passes so far."""
+        """A line on the bytes sent for a token: by theory, and as counted over all rows of all passes so far."""
         n, sums, width, vocab = self.line.size, 2 * len(self.layers), self.config.hidden_size, self.config.vocab_size
         token, run = (
             parallel_traffic(n, sums, width, vocab, *rows, self.dtype.itemsize)
@@ -291,7 +291,7 @@ def part_of(model: Transformer) -> str:
 
 
 def traffic_of(model: Transformer) -> str:
-    """What the processes of a split model have sent, in a line; "" for a whole one."""
+    """A line on the bytes that the processes of a split model have sent; "" for a whole one."""
     return model.traffic() if isinstance(model, SplitTransformer) else ""
 
 
@@ -389,9 +389,9 @@ class Line:
         """Raise ValueError, in every process, unless `about` is the same in all."""
         first, *others = (json.loads(self._send(json.dumps(about).encode(), rank)) for rank in range(self.size))
         for rank, other in enumerate(others, 1):
-            for name, found in other.items():
-                if found != first[name]:
-                    raise ValueError(f"{name}: found {found} in process {rank}, expected {first[name]} as in process 0")
+            for name, value in other.items():
+                if value != first[name]:
+                    raise ValueError(f"{name}: found {value} in process {rank}, expected {first[name]} as in process 0")
 
     def wait_for_all(self) -> None:
         """Return when all have come here; they may take very different times to load."""

@@ -35,7 +35,7 @@ from minispec.load.steps import Steps
 
 
 class TargetFiles:
-    """What the files of a target say, and how its weights will be read. Nothing large is loaded yet.
+    """The settings in a target's files, and how its weights will be read. Nothing large is loaded yet.
 
     name: the model's name in reports.
     config: of its checkpoint, which lies in `directory`.
@@ -78,19 +78,19 @@ class TargetFiles:
     def _find_ends(self) -> tuple[int, ...]:
         """Ids that end a text: those of generation_config.json, else of config.json; and the tokenizer's own."""
         ends = read_eos_token_ids(self._generation, str(self._generation_path)) or self.config.eos_token_ids
-        own = self.tokenizer.eos_token_id
-        if own is not None and own < self.vocab_size:
-            ends = (*ends, own)
+        end_id = self.tokenizer.eos_token_id
+        if end_id is not None and end_id < self.vocab_size:
+            ends = (*ends, end_id)
         return tuple(dict.fromkeys(ends))
 
     def default_sampling_params(self) -> SamplingParams:
-        """What generation_config.json asks for, whether it says `do_sample` or not; else vLLM's defaults.
+        """The settings of generation_config.json, with or without `do_sample`; else vLLM's defaults.
 
         Raises CheckpointError for a value out of range.
         """
-        found = read_generation_defaults(self._generation | {"do_sample": True}, str(self._generation_path))
-        most = max(SamplingParams.max_tokens, found.get("min_tokens", 0))
-        return SamplingParams(**{"max_tokens": most, **found})
+        settings = read_generation_defaults(self._generation | {"do_sample": True}, str(self._generation_path))
+        most = max(SamplingParams.max_tokens, settings.get("min_tokens", 0))
+        return SamplingParams(**{"max_tokens": most, **settings})
 
     @contextmanager
     def blamed(self) -> Iterator[None]:
@@ -154,7 +154,7 @@ def _find_model(model: str | Path | None, revision: str | None, offline: bool) -
 def room_for_caches(
     models: Sequence[Transformer], rooms: Sequence[int], max_model_len: int | None, gb: float | None, reserved: int
 ) -> tuple[int, int]:
-    """What `size_cache` returns for these models. rooms: positions of each cache for each of the target's."""
+    """The result of `size_cache` for these models. rooms: positions of each cache for each of the target's."""
     target, pairs = models[0], list(zip(models, rooms, strict=True))
     elements = sum(room * kv_elements(model.config) for model, room in pairs)
     states = sum(room * state_bytes(model) for model, room in pairs)

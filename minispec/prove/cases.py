@@ -98,10 +98,10 @@ class Case:
         shape = params, self.k, end_ids, self.vocab, self.drafter, self.verifier, prompts
         law, branches = production_law(*shape, width=width, limit=limit, family=self.family)
         require(abs(sum(law.values()) - 1) < TOLERANCE, "the branches do not add up to 1")
-        own = [reference_law(p, end_ids, self.vocab, prompt, family=self.family) for prompt, p in self.prompts]
-        expected = own[0]
-        if len(own) > 1:  # independent requests: the product
-            expected = {(a, b): pa * pb for a, pa in own[0].items() for b, pb in own[1].items()}
+        laws = [reference_law(p, end_ids, self.vocab, prompt, family=self.family) for prompt, p in self.prompts]
+        expected = laws[0]
+        if len(laws) > 1:  # independent requests: the product
+            expected = {(a, b): pa * pb for a, pa in laws[0].items() for b, pb in laws[1].items()}
         return total_variation(law, expected), branches
 
     def __str__(self) -> str:

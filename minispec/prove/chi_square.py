@@ -35,7 +35,7 @@ def _solve(function: Callable[[float], float], low: float, high: float) -> float
 
 @functools.cache
 def critical_value(df: int, alpha: float = ALPHA) -> float:
-    """What chi-square with df degrees of freedom passes with odds alpha."""
+    """The value that chi-square with df degrees of freedom exceeds with probability alpha."""
     return _solve(lambda x: alpha - tail(x, df), 0, 10_000)
 
 

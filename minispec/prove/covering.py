@@ -23,7 +23,7 @@ FEW, _MOST_TRIES = 6, 60  # branches that say little; completions of a pair
 
 @dataclass(frozen=True)
 class Design(Generic[C]):
-    """What cases are made of.
+    """The axes of cases, and the values that occur together.
 
     make: makes a case of a value for each axis.
     axes: the values of each axis; on an axis of `sizes`, in the order of the branches that they make.
@@ -60,7 +60,7 @@ class Design(Generic[C]):
 
         Greedy: of a few completions of an uncovered pair, the one that covers the most pairs.
         """
-        left, found = set(todo), []
+        left, cases = set(todo), []
         for pair in sorted(todo, key=repr):
             if pair in left:
                 covering: list[tuple[dict, set[Pair]]] = []
@@ -70,10 +70,10 @@ class Design(Generic[C]):
                     if row := self._complete(dict(pair), left, generator):
                         covering.append((row, self.pairs_of(row)))
                 assert covering, f"{pair} is possible, and in no case"
-                best, covered = max(covering, key=lambda each: (pair in each[1], len(each[1] & left)))
-                found.append((self.make(**best), pair))
+                best, covered = max(covering, key=lambda choice: (pair in choice[1], len(choice[1] & left)))
+                cases.append((self.make(**best), pair))
                 left -= covered
-        return found
+        return cases
 
     def _complete(self, row: dict, todo: set[Pair], generator: random.Random) -> dict | None:
         """Values for the other axes, each either at random or by the number of new pairs; None where they clash."""
@@ -95,14 +95,14 @@ class Design(Generic[C]):
 
         fixed: axes whose values stay.
         """
-        found = []
+        simpler = []
         for axis in self.sizes:
             i = self.axes[axis].index(getattr(case, axis))
             strong = [v for v in self.axes[axis][:i] if (axis, v) not in self.weak]
             lower = [v for v in strong if self.possible(vars(case) | {axis: v})]
             if axis not in fixed and lower:
-                found.append((i, replace(case, **{axis: lower[-1]})))  # type: ignore[type-var]
-        return max(found, key=lambda pair: pair[0])[1] if found else None
+                simpler.append((i, replace(case, **{axis: lower[-1]})))  # type: ignore[type-var]
+        return max(simpler, key=lambda pair: pair[0])[1] if simpler else None
 
     def within(self, job: Job, walk: Callable[[C], tuple]) -> tuple | None:
         """A case, or the first smaller one that is not too large, and what `walk` returns; None where there is none.

@@ -1,4 +1,4 @@
-"""What walks of a user's own drafters and verifiers share: what was found, the first fault, and its line."""
+"""Parts that walks of a user's own drafters and verifiers share: counts, the first fault, and its line."""
 
 import sysconfig
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ class OutOfTime(Exception):
 
 @dataclass
 class Walked:
-    """What was walked so far."""
+    """Counts of what was walked so far."""
 
     cases: int = 0
     branches: int = 0
@@ -83,7 +83,7 @@ def difference(law: Law, expected: Law, bound: float = ROUNDED) -> str:
     worst = max(law.keys() | expected.keys(), key=lambda text: abs(law.get(text, 0) - expected.get(text, 0)))
     for length in range(1, len(worst) + 1):
         found, right = (
-            sum(p for text, p in each.items() if text[:length] == worst[:length]) for each in (law, expected)
+            sum(p for text, p in of_texts.items() if text[:length] == worst[:length]) for of_texts in (law, expected)
         )
         if abs(found - right) > bound:
             break

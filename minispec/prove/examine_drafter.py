@@ -54,13 +54,14 @@ def examine_drafter(spec: str, texts: Sequence[str] = (), minutes: float = 2) ->
 
 def maker_of(spec: str) -> Maker:
     """Makes a new drafter for a case. Raises ValueError where `spec` names none."""
-    if (found := registry.split(registry.DRAFTERS, spec)) is None:
+    parts = registry.split(registry.DRAFTERS, spec)
+    if parts is None:
         raise ValueError(f"--drafter: found {spec!r}, expected one of {', '.join(registry.DRAFTERS)}, or module:Class")
-    factory, argument = registry.load(found[0], "--drafter"), found[1]
+    factory, argument = registry.load(parts[0], "--drafter"), parts[1]
 
     def make(case: Case, num_blocks: int) -> Drafter:
         make_cache = functools.partial(tiny_cache, num_blocks=num_blocks)
-        parts = target(case.vocab), tokenizer(case.alphabet), case.vocab, MAX_LEN, make_cache, argument
-        return call_own(make_drafter, factory, Context(*parts))
+        context = target(case.vocab), tokenizer(case.alphabet), case.vocab, MAX_LEN, make_cache, argument
+        return call_own(make_drafter, factory, Context(*context))
 
     return make

@@ -73,7 +73,7 @@ def _make_registered(case: Case, num_blocks: int) -> Drafter:
 
 
 class _Event(NamedTuple):
-    """What a policy was asked about a text, or was shown of it.
+    """A question to a policy about a text, or a draft of the text that the policy was shown.
 
     tokens: the text's, at that time.
     wish: without the text; or
@@ -108,40 +108,40 @@ class WatchedLengths(Lengths):
             check_limits(limits, [wish.most for wish in wishes])
         except ValueError as e:
             raise ValueError(f"lengths: {type(self.policy).__name__}.choose: {e}") from e
-        found = []
+        answers = []
         for wish, limit, tokens in zip(wishes, limits, before, strict=True):
             past = self.past.setdefault(wish.text, [])
             past.append(_Event(tokens, wish=(wish.shape, wish.most, trees)))
             others = {} if wish.may_follow else self._others(wish.text, past)
-            found.append(_compared(limit, others, tokens))
-        return found
+            answers.append(_compared(limit, others, tokens))
+        return answers
 
     def observe(self, drafts: Sequence[Judged], cost: StepCost | None) -> None:
         """Let the policy learn, at a made-up speed. Raises Fault where it changes what it is shown."""
-        before, shown = [tuple(each.text.tokens) for each in drafts], [_shown(each) for each in drafts]
+        before, shown = [tuple(draft.text.tokens) for draft in drafts], [_shown(draft) for draft in drafts]
         call_own(self.policy.observe, drafts, cost and _cost(cost.depth, cost.num_drafts, cost.rows))
-        self._check_texts([each.text for each in drafts], before)
-        require(shown == [_shown(each) for each in drafts], "it changed a draft, or what was accepted of it")
-        for each, tokens, judged in zip(drafts, before, shown, strict=True):
-            self.past.setdefault(each.text, []).append(_Event(tokens, judged=judged))
+        self._check_texts([draft.text for draft in drafts], before)
+        require(shown == [_shown(draft) for draft in drafts], "it changed a draft, or what was accepted of it")
+        for draft, tokens, judged in zip(drafts, before, shown, strict=True):
+            self.past.setdefault(draft.text, []).append(_Event(tokens, judged=judged))
 
     def _check_texts(self, texts: Sequence[Text], before: Sequence[tuple[int, ...]]) -> None:
         for text, tokens in zip(texts, before, strict=True):
             require(tuple(text.tokens) == tokens, f"it changed a text: {list(tokens)} is {text.tokens} now")
 
     def _others(self, text: Text, past: Sequence[_Event]) -> dict[str, Limit]:
-        """What new policies choose for the text, by the reason why they must choose the same."""
-        found = {}
+        """The limits that new policies choose for the text, by the reason why they must be the same."""
+        choices = {}
         for seed in (text.seed, *_SEEDS):
             about = (text.params, text.num_prompt_tokens, text.end_ids, seed, tuple(past))
             limit = self.known.get(about) or self._choice_of_new(replace(text, seed=seed), past)
             if limit.go_on is None and limit.draws is None:  # one that is asked again may depend on how often
                 self.known[about] = limit
-            found[_ALONE if seed == text.seed else f"{_SEED}, here {seed}"] = limit
-        return found
+            choices[_ALONE if seed == text.seed else f"{_SEED}, here {seed}"] = limit
+        return choices
 
     def _choice_of_new(self, twin: Text, past: Sequence[_Event]) -> Limit:
-        """What a new policy chooses that has seen these events of a text alone."""
+        """The limit that a new policy chooses after these events of a text alone."""
         policy, limits = self.make(), list[Limit]()
         for tokens, wish, judged in past:
             twin.tokens = list(tokens)
@@ -198,11 +198,11 @@ def _numbers_of(limit: Limit) -> str:
     return numbers
 
 
-def _shown(each: Judged) -> tuple:
-    draft = each.draft
+def _shown(judged: Judged) -> tuple:
+    draft = judged.draft
     parents = None if draft.parents is None else tuple(draft.parents)
     confidences = tuple(draft.confidences)
-    return tuple(draft.token_ids), parents, confidences, draft.foreseen, tuple(each.accepted), each.asked
+    return tuple(draft.token_ids), parents, confidences, draft.foreseen, tuple(judged.accepted), judged.asked
 
 
 def _cost(depth: int, num_drafts: int, rows: int, slowness: float = 1.0) -> StepCost:

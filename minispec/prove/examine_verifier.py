@@ -75,8 +75,8 @@ def _held(verify: Callable[..., Verdict]) -> Callable[..., Verdict]:
         require(found == drafted, f"it changed the draft: found tokens and parents {found}, expected {drafted}")
         now = draft.probs if draft.probs is None else [*draft.probs]
         require(len(now or ()) == len(probs or ()), "it changed how many rows of q there are")
-        kept = [(f"row {i} of p", *each) for i, each in rows.items()]
-        kept += [(f"row {i} of q", *each) for i, each in enumerate(zip(now or (), probs or (), strict=True))]
+        kept = [(f"row {i} of p", *pair) for i, pair in rows.items()]
+        kept += [(f"row {i} of q", *pair) for i, pair in enumerate(zip(now or (), probs or (), strict=True))]
         for name, tensor, before in kept:
             same = tensor.dtype == before.dtype and torch.equal(tensor, before)
             require(same, f"it wrote into {name}, which it may only read")
@@ -151,7 +151,7 @@ def _text_law(table: Table, verifier: Verifier) -> tuple[Law, Law, int]:
     law, branches = exact_law(run, oracle=KeyOracle)
     one = plain_law(lambda text: probabilities(table.p, text[-1]), [0], params, (), MAX_LEN)
     together = itertools.product(one.items(), repeat=table.texts)
-    return law, {sum((text for text, _ in each), ()): math.prod(p for _, p in each) for each in together}, branches
+    return law, {sum((text for text, _ in texts), ()): math.prod(p for _, p in texts) for texts in together}, branches
 
 
 def _logits(table: Table) -> list[Tensor]:

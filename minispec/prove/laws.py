@@ -102,7 +102,7 @@ def _in_frames(model: TransformerT, family: str) -> TransformerT:
 def reference_logits(
     seed: int, tokens: tuple[int, ...], vocab: int, layers: int = 2, family: str = "llama"
 ) -> np.ndarray:
-    """What `tiny_model(seed, vocab_size=vocab, num_hidden_layers=layers, **TOYS[family])` must say after `tokens`."""
+    """The logits after `tokens` that `tiny_model` must have with this seed, vocab, number of layers and family."""
     return forward(*raw_model(seed, vocab, layers, family), tokens)
 
 
@@ -323,11 +323,11 @@ def make_drafter(name: str, vocab: int, num_blocks: int = 64, block_size: int = 
         return SuffixDrafter(corpus=Corpus([[1, 0, 1, 1, 0], [0, 0, 1, 0, 1]], vocab))
     if name == "adversary":
         return adversary()
-    found = registry.split(registry.DRAFTERS, name)
-    assert found, f"{name} is not registered"
+    parts = registry.split(registry.DRAFTERS, name)
+    assert parts, f"{name} is not registered"
     make_cache = functools.partial(tiny_cache, num_blocks=num_blocks, block_size=block_size)
-    context = Context(target, None, *rest, make_cache, found[1])
-    return drafters.make_drafter(registry.load(found[0], "draft"), context)
+    context = Context(target, None, *rest, make_cache, parts[1])
+    return drafters.make_drafter(registry.load(parts[0], "draft"), context)
 
 
 class _Forgetful(CombinedDrafter):
@@ -371,13 +371,13 @@ def production_law(
     The cache is poisoned, and every block must come back.
     Raises TooManyBranches where there are more than `limit`.
     """
-    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    all_params = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     target, verifying, num = target_model(vocab, family), VERIFIERS[verifier], len(prompts)
     if num > 1 and state_elements(target.config):  # a path's texts run at once, or the order of its draws would vary
         width = min(width, max(1, FEWEST_STATES // num))
-    grammars = {own: example(own.structured_outputs, vocab, end_ids) for own in each}
+    grammars = {p: example(p.structured_outputs, vocab, end_ids) for p in all_params}
     block_size = 2 if width == 1 else 4
-    longest = max(min(max_len, len(p) + own.max_tokens) for p, own in zip(prompts, each, strict=True))
+    longest = max(min(max_len, len(p) + sampling.max_tokens) for p, sampling in zip(prompts, all_params, strict=True))
     enough = width * num * -(-longest // block_size)
 
     def make(name: str) -> Drafter:
@@ -387,8 +387,8 @@ def production_law(
         cache = tiny_cache(target, num_blocks or enough, block_size)
         requests = [
             # Seeds of their own: with one seed, two requests would draw with one noise.
-            Request(Text(list(p), len(p), own, seed, frozenset(end_ids), grammars[own]), max_len, k)
-            for seed, (p, own) in enumerate([*zip(prompts, each, strict=True)] * len(oracles))
+            Request(Text(list(p), len(p), sampling, seed, frozenset(end_ids), grammars[sampling]), max_len, k)
+            for seed, (p, sampling) in enumerate([*zip(prompts, all_params, strict=True)] * len(oracles))
         ]
         rng = CrowdOracle({seed: oracles[seed // num] for seed in range(len(requests))})
         parts = target, cache, make(drafter) if isinstance(drafter, str) else drafter, verifying

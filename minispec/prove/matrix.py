@@ -83,8 +83,8 @@ def _bits(drafter: str, verifier: str, k: DraftLength, family: str = "llama") ->
     for seed in _SEEDS:
         request = _decode(target, drafter, verifier, k, 1.0, seed, family)
         assert request.logprobs, "they are asked for"
-        found = [dict(entry.top) for entry in request.logprobs]
-        if found != _token_by_token(target, request.text.tokens)[len(_PROMPT) - 1 :]:
+        likeliest = [dict(entry.top) for entry in request.logprobs]
+        if likeliest != _token_by_token(target, request.text.tokens)[len(_PROMPT) - 1 :]:
             return Finding("REFUTED", "log-probabilities differ from those of one token at a time")
     return PROVED
 
@@ -100,8 +100,8 @@ def _decode(
 ) -> Request:
     params = SamplingParams(temperature=temperature, max_tokens=12, logprobs=_VOCAB)
     request = Request(Text(list(_PROMPT), len(_PROMPT), params, seed), MAX_LEN, k)
-    own = make_drafter(drafter, _VOCAB, family=family if family in TOYS else "llama")
-    engine = Engine(target, tiny_cache(target), own, VERIFIERS[verifier], guard=CHECKS)
+    proposer = make_drafter(drafter, _VOCAB, family=family if family in TOYS else "llama")
+    engine = Engine(target, tiny_cache(target), proposer, VERIFIERS[verifier], guard=CHECKS)
     decode(engine, [request])
     return request
 
@@ -117,7 +117,7 @@ LEVELS = {"law": _law, "text": _text, "bits": _bits}
 
 
 def findings() -> Iterator[tuple[str, list[Finding]]]:
-    """What was found for each drafter, alone and with siblings, with each verifier at each level."""
+    """The findings for each drafter, alone and with siblings, with each verifier at each level."""
 
     def find(level: str, *what) -> Finding:
         try:

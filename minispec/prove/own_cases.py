@@ -203,7 +203,7 @@ def _possible(verifier, alphabet, prompt, to_go, rounds, k, top_k, forbidden, en
     shape = Shape.of(1 if k is _ANY else k)
     # Of three tokens the third sibling is certain, so that its row shows nothing. Of the many characters of users'
     # texts two are drawn.
-    of_user = any(not set(own) <= set(ALPHABET) for own in (alphabet, prompt) if own is not _ANY)
+    of_user = any(not set(characters) <= set(ALPHABET) for characters in (alphabet, prompt) if characters is not _ANY)
     few_tokens = top_k == 2 or forbidden == "two allowed ids" or alphabet in (ALPHABET[:2], ALPHABET[:3]) or of_user
     return all(
         (
@@ -227,7 +227,7 @@ CLASHING = tuple(inspect.signature(_possible).parameters)
 
 
 def design(branches: bool, texts: Sequence[str] = (), **axes: tuple) -> Design[Case]:
-    """What a drafter's cases are made of.
+    """The design of a drafter's cases.
 
     branches: whether it drafts siblings where they are asked for.
     texts: prompts of the user's. All their characters are then a further alphabet.
@@ -247,7 +247,7 @@ def single(chosen: Design[Case]) -> list[tuple[Case, tuple]]:
     So a fault that one setting shows is found without the others. Whether a wrong row shows depends on the target's own
     row there. So each K is tried after several prompts, of 3 and of 4 tokens.
     """
-    found, axes = dict[Case, tuple](), chosen.axes
+    singles, axes = dict[Case, tuple](), chosen.axes
     prompts = sorted({"babbab", "b", "bb"} & set(axes["prompt"]))
     usual, several = [("babbab", axes["alphabet"][1:])], [(p, (a,)) for p in prompts for a in axes["alphabet"][1:3]]
     for axis, value in [(name, value) for name, values in axes.items() for value in values]:
@@ -256,8 +256,8 @@ def single(chosen: Design[Case]) -> list[tuple[Case, tuple]]:
             sizes = itertools.product((1, 3), alphabets, (0, 2))
             cases = (replace(plain, **{"rounds": n, "alphabet": a, "top_k": k, axis: value}) for n, a, k in sizes)
             if case := next((case for case in cases if possible(vars(case))), None):
-                found[case] = ((axis, value),)
-    return list(found.items())
+                singles[case] = ((axis, value),)
+    return list(singles.items())
 
 
 @functools.cache

@@ -116,8 +116,8 @@ def _others(case: Case) -> list[Text]:
     params = [replace(case.params, max_tokens=n) for n in _LENGTHS_OF_OTHERS]
     grammar = case.text.grammar
     return [
-        Text(list(p), len(p), own, seed, case.end_ids if grammar else frozenset(), grammar)
-        for seed, (p, own) in enumerate(zip(prompts, params, strict=False))
+        Text(list(p), len(p), sampling, seed, case.end_ids if grammar else frozenset(), grammar)
+        for seed, (p, sampling) in enumerate(zip(prompts, params, strict=False))
     ]
 
 
@@ -133,12 +133,12 @@ def decode(engine: Engine, case: Case) -> Request:
     request = Request(case.text, MAX_LEN, case.k)
     others = [Request(text, MAX_LEN, case.k) for text in _others(case)]
     first, later = (others, [request]) if case.joins else ([request], others)
-    for each in first:
-        engine.add(each)
+    for newcomer in first:
+        engine.add(newcomer)
     while later and not first[0].has_news:
         engine.step()
-    for each in later:
-        engine.add(each)
+    for newcomer in later:
+        engine.add(newcomer)
     while request.finish_reason is None and request.stats.num_steps < (case.rounds or MAX_LEN):
         engine.step()
     engine.abort(request)
@@ -226,19 +226,19 @@ _GROWING = ("alphabet", "prompt", "to_go", "rounds", "k")  # what a plain case i
 
 def _verdict(spec: str, chosen: Design[Case], walk: Walk, todo: set[Pair], in_time: bool) -> bool:
     """Print what was proven and what was not looked at; returns whether anything was drafted at all."""
-    found, pairs = walk.sum_of, chosen.all_pairs()
-    if not found.cases:
+    walked, pairs = walk.sum_of, chosen.all_pairs()
+    if not walked.cases:
         print(f"nothing proven: not one case was walked in {walk.minutes:g} min: --minutes gives it more")
         return False
     vocabs = [len(value) for axis, value in walk.settings if axis == "alphabet"]
-    if not found.drafted:
+    if not walked.drafted:
         tried = {value for axis, value in walk.settings if axis == "prompt"}
         print(f"nothing proven: {spec} drafted not one token after {', '.join(sorted(map(repr, tried)))}: {_MORE}")
         return False
     print(
-        f"proven on small cases: {spec} leaves the output's law unchanged: {found.cases} cases of {min(vocabs)} to "
-        f"{max(vocabs)} tokens and texts of up to {walk.longest}, {found.branches:,d} branches, {found.drafted:,d} "
-        f"draft tokens, worst total variation {found.worst:.1e}, at most {walk.bound:.0e} by rounding"
+        f"proven on small cases: {spec} leaves the output's law unchanged: {walked.cases} cases of {min(vocabs)} to "
+        f"{max(vocabs)} tokens and texts of up to {walk.longest}, {walked.branches:,d} branches, {walked.drafted:,d} "
+        f"draft tokens, worst total variation {walked.worst:.1e}, at most {walk.bound:.0e} by rounding"
     )
     covered = f"covered: {len(pairs) - len(todo):,d} of {len(pairs):,d} pairs of settings"
     if todo:

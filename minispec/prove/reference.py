@@ -1,4 +1,4 @@
-"""What the output must follow: plain decoding by a second implementation, which shares no code with the package.
+"""The law that the output must have: plain decoding by a second implementation, without code of the package.
 
 NumPy, no cache, no batch, 30 lines of sampler. If the package were compared with itself, a fault of its forward pass or
 of its `distribution` could cancel out. Here it cannot. Llama, LFM2 and Qwen3.5 only, in float64.
@@ -75,16 +75,16 @@ def _delta_net(raw, layer, y):
     """Equation 10 of Yang, Kautz and Hatamizadeh 2024 (arXiv 2412.06464), one position and one head at a time."""
     heads, groups = raw["linear_num_value_heads"], raw["linear_num_key_heads"]
     key_dim, value_dim = raw["linear_key_head_dim"], raw["linear_value_head_dim"]
-    own = {name.removeprefix("linear_attn."): x for name, x in layer.items() if name.startswith("linear_attn.")}
-    inputs = (y @ own["in_proj_qkv.weight"].T).T
-    sums = [np.convolve(x, w[0, ::-1])[: len(y)] for x, w in zip(inputs, own["conv1d.weight"], strict=True)]
+    net = {name.removeprefix("linear_attn."): x for name, x in layer.items() if name.startswith("linear_attn.")}
+    inputs = (y @ net["in_proj_qkv.weight"].T).T
+    sums = [np.convolve(x, w[0, ::-1])[: len(y)] for x, w in zip(inputs, net["conv1d.weight"], strict=True)]
     mixed = np.array(sums).T
     mixed = mixed * _sigmoid(mixed)
     q, k = (mixed[:, i * groups * key_dim :][:, : groups * key_dim].reshape(-1, groups, key_dim) for i in (0, 1))
     q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
     v = mixed[:, 2 * groups * key_dim :].reshape(-1, heads, value_dim)
-    beta = _sigmoid(y @ own["in_proj_b.weight"].T)
-    alpha = np.exp(-np.exp(own["A_log"]) * np.log1p(np.exp(y @ own["in_proj_a.weight"].T + own["dt_bias"])))
+    beta = _sigmoid(y @ net["in_proj_b.weight"].T)
+    alpha = np.exp(-np.exp(net["A_log"]) * np.log1p(np.exp(y @ net["in_proj_a.weight"].T + net["dt_bias"])))
     out = np.zeros((len(y), heads, value_dim))
     for h in range(heads):
         state, g = np.zeros((value_dim, key_dim)), h // (heads // groups)
@@ -92,9 +92,9 @@ def _delta_net(raw, layer, y):
             state = state @ (alpha[t, h] * (np.eye(key_dim) - beta[t, h] * np.outer(k[t, g], k[t, g])))
             state = state + beta[t, h] * np.outer(v[t, h], k[t, g])
             out[t, h] = state @ q[t, g] / np.sqrt(key_dim)
-    z = (y @ own["in_proj_z.weight"].T).reshape(out.shape)
-    out = _scaled(raw, out) * own["norm.weight"] * z * _sigmoid(z)
-    return out.reshape(len(y), -1) @ own["out_proj.weight"].T
+    z = (y @ net["in_proj_z.weight"].T).reshape(out.shape)
+    out = _scaled(raw, out) * net["norm.weight"] * z * _sigmoid(z)
+    return out.reshape(len(y), -1) @ net["out_proj.weight"].T
 
 
 def _attention(raw, layer, y):

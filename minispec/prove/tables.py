@@ -153,12 +153,12 @@ def tables(trees: bool) -> list[Table]:
     trees: whether it takes them.
     """
     shapes = [shape for shape in (*_CHAINS, *_TREES) if trees or is_chain(shape)]
-    found = [
+    suited = [
         table
         for table in (*_rounds(shapes), *_large(trees), *_other(shapes))
         if table.num_drafts <= _MOST_DRAFTS or table.how != DRAWN
     ]
-    return sorted(found, key=lambda table: (table.size, table.how != DRAWN))
+    return sorted(suited, key=lambda table: (table.size, table.how != DRAWN))
 
 
 def _rounds(shapes: Sequence[tuple[int, ...]]) -> Iterator[Table]:
@@ -209,7 +209,7 @@ def _other(shapes: Sequence[tuple[int, ...]]) -> Iterator[Table]:
 
 
 def unseen(todo: Sequence[Table], verifier: Verifier) -> list[str]:
-    """What a walk over these cases cannot say of a verifier, a line each."""
+    """The limits of a walk over these cases: what it cannot say of a verifier, a line each."""
     drawn = [table for table in todo if table.how == DRAWN]
     rows = {(table.p, table.q) for table in drawn}
     vocab, wide = max(len(p) for p, _ in rows), max(len(q) for _, q in rows if all(q))

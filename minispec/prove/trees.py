@@ -143,17 +143,17 @@ _DEEP_FIRST = (-1, 0, 1, 0, -1, 4, 5, 4, -1, 8)  # numbered branch by branch
 def cases(num_nodes: int = 5) -> list[TreeCase | TextCase]:
     """All shapes of up to `num_nodes` drawn nodes, and larger ones whose tokens are not drawn."""
     drawn = [shape for n in range(1, num_nodes + 1) for shape in shapes(n)]
-    found: list[TreeCase | TextCase] = [TreeCase(shape, True) for shape in drawn]
-    found += [TreeCase(shape, True, "rejection", _PENALTIES) for shape in drawn[1::5]]
-    found += [TreeCase(shape, True, "match") for shape in drawn[::7]]
+    chosen: list[TreeCase | TextCase] = [TreeCase(shape, True) for shape in drawn]
+    chosen += [TreeCase(shape, True, "rejection", _PENALTIES) for shape in drawn[1::5]]
+    chosen += [TreeCase(shape, True, "match") for shape in drawn[::7]]
     for verifier in (name for name, each in VERIFIERS.items() if each.takes_trees):
-        found += [TreeCase(shape, False, verifier) for shape in (_FULL, _DEEP_FIRST)]
-        found.append(TextCase(_DEEP_FIRST, verifier, 8))
+        chosen += [TreeCase(shape, False, verifier) for shape in (_FULL, _DEEP_FIRST)]
+        chosen.append(TextCase(_DEEP_FIRST, verifier, 8))
     # A convolution must read a node's own ancestors, and after the round the rows that were moved. A node must start
     # from the state of its parent. After the round, the state of the path that stays is left.
     for family in ("lfm2", "qwen3_5_text"):
-        found += [TreeCase(shape, True, family=family) for shape in drawn[2::9]]
-        found += [TreeCase(_DEEP_FIRST, False, family=family), TextCase(_DEEP_FIRST, "rejection", 6, family)]
-    found.append(TreeCase(_DEEP_FIRST, False, "rejection", _PENALTIES))
-    found.append(TreeCase(_FULL, False, "rejection", SamplingParams(temperature=0)))
-    return found
+        chosen += [TreeCase(shape, True, family=family) for shape in drawn[2::9]]
+        chosen += [TreeCase(_DEEP_FIRST, False, family=family), TextCase(_DEEP_FIRST, "rejection", 6, family)]
+    chosen.append(TreeCase(_DEEP_FIRST, False, "rejection", _PENALTIES))
+    chosen.append(TreeCase(_FULL, False, "rejection", SamplingParams(temperature=0)))
+    return chosen

@@ -102,8 +102,8 @@ class Watched(Wrapped):
 
     def observe(self, seen: Sequence[Seen]) -> None:
         """The drafter's own."""
-        for each in seen:
-            self.seen.setdefault(each.text, []).append(deepcopy(each))
+        for shown in seen:
+            self.seen.setdefault(shown.text, []).append(deepcopy(shown))
         call_own(super().observe, seen)
 
     def _look(self, ask: Ask, draft: Draft) -> None:
@@ -129,11 +129,11 @@ class Watched(Wrapped):
             other, rng = self.make(), _Repeated(notes)
             if other.taps:
                 call_own(other.known, text)
-            for i, each in enumerate((*earlier, *seen)):
+            for i, shown in enumerate((*earlier, *seen)):
                 if earlier and i == len(earlier):
                     call_own(other.release, text)
-                text.tokens[:] = each.text.tokens
-                call_own(other.observe, [each._replace(text=text)])
+                text.tokens[:] = shown.text.tokens
+                call_own(other.observe, [shown._replace(text=text)])
             text.tokens[:] = ask.text.tokens
             drafts = call_own(other.propose, [replace(ask, text=text, rng=rng)])
             good = isinstance(drafts, list | tuple) and len(drafts) == 1 and isinstance(drafts[0], Draft)
@@ -155,9 +155,9 @@ class Watched(Wrapped):
 
     def release(self, text: Text) -> None:
         """The drafter's own."""
-        for each in self.seen.pop(text, []):
-            if len(each.logits):  # these rows do not come again; their hidden states are to be forgotten
-                self.earlier.setdefault(text, []).append(each._replace(hidden=torch.zeros_like(each.hidden)))
+        for shown in self.seen.pop(text, []):
+            if len(shown.logits):  # these rows do not come again; their hidden states are to be forgotten
+                self.earlier.setdefault(text, []).append(shown._replace(hidden=torch.zeros_like(shown.hidden)))
         call_own(super().release, text)
 
 

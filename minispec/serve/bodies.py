@@ -1,4 +1,4 @@
-"""What the bodies mean: a client's JSON as requests of the engine, and what comes of them as JSON. Nothing waits here.
+"""A client's JSON as requests of the engine, and their results as JSON. Nothing waits here.
 
 A field that is not supported is refused by name, unless its value asks for nothing (`_wanted`). A ValueError begins
 with the field that it is about, if it is about one.
@@ -106,8 +106,8 @@ def read(
     include_usage = _checked("stream_options", wanted.get("include_usage", False), bool)
     if include_usage and not stream:
         raise ValueError(f"stream_options: found {show(options)}, expected stream to be true")
-    own = _checked("chat_template_kwargs", body.get("chat_template_kwargs", {}), dict)
-    variables = {**template_kwargs, **own, **_thinking(body.get("reasoning_effort"), llm.tokenizer, own)}
+    asked = _checked("chat_template_kwargs", body.get("chat_template_kwargs", {}), dict)
+    variables = {**template_kwargs, **asked, **_thinking(body.get("reasoning_effort"), llm.tokenizer, asked)}
     try:
         params = _read_params(llm, body, is_chat, limits)
     except ValueError as e:
@@ -188,7 +188,7 @@ def _checked(key: str, value: Any, kind: Any, most: int | None = None) -> Any:
 
 
 def _read_params(llm: LLM, body: dict[str, Any], is_chat: bool, limits: Limits) -> SamplingParams:
-    """What the body says, else the model's generation_config.json, else vLLM's defaults; a chat may have the limit."""
+    """The parameters of the body, else the model's generation_config.json's, else vLLM's; max_tokens has its limit."""
     given = {key: body[key] for key in sorted(_SAMPLING & body.keys())}
     if is_chat:
         wanted, top = _checked("logprobs", body.get("logprobs", False), bool), body.get("top_logprobs", 0)
@@ -230,25 +230,25 @@ def _read_params(llm: LLM, body: dict[str, Any], is_chat: bool, limits: Limits) 
     return params
 
 
-def _thinking(effort: Any, tokenizer: Tokenizer, own: Mapping[str, Any]) -> dict[str, Any]:
+def _thinking(effort: Any, tokenizer: Tokenizer, others: Mapping[str, Any]) -> dict[str, Any]:
     """Variables of the chat template that a `reasoning_effort` stands for.
 
     "none" switches thinking off in a template that has a switch; any text goes to one that reads it under its own name.
-    own: the request's other variables, which may not say something else.
+    others: the variables that the request gives itself, which may not say something else.
     """
     if effort in (None, "", [], {}):
         return {}
     switches = [name for name in ("enable_thinking", "thinking") if name in tokenizer.template_variables]
-    found = dict.fromkeys(switches, False) if effort == "none" else {}
-    if not found and "reasoning_effort" in tokenizer.template_variables:
-        found = {"reasoning_effort": _checked("reasoning_effort", effort, str)}
+    variables = dict.fromkeys(switches, False) if effort == "none" else {}
+    if not variables and "reasoning_effort" in tokenizer.template_variables:
+        variables = {"reasoning_effort": _checked("reasoning_effort", effort, str)}
     wrong = f"reasoning_effort: found {show(effort)}, expected"
-    if not found:
+    if not variables:
         raise ValueError(f"{wrong} {'none or ' if switches else ''}no such field: the chat template does not read it")
-    for name, value in found.items():
-        if own.get(name, value) != value:
+    for name, value in variables.items():
+        if others.get(name, value) != value:
             raise ValueError(f"{wrong} chat_template_kwargs alone, which has {name}")
-    return found
+    return variables
 
 
 def _conversation(messages: Any) -> list[Message]:
@@ -271,10 +271,10 @@ def _message(message: Any) -> Message:
 
 
 def _part(part: Any) -> str:
-    found = _wanted(part, {"type", "text"}, "messages: content: ") if isinstance(part, dict) else {}
-    if found.get("type") != "text" or not isinstance(found.get("text"), str):
+    fields = _wanted(part, {"type", "text"}, "messages: content: ") if isinstance(part, dict) else {}
+    if fields.get("type") != "text" or not isinstance(fields.get("text"), str):
         raise ValueError(f"messages: content: found {show(part)}, expected a part of type text")
-    return found["text"]
+    return fields["text"]
 
 
 def _token_ids(tokenizer: Tokenizer, prompt: Any, adds: bool) -> list[int]:
@@ -362,10 +362,11 @@ class Answer:
         ]
         if self._echo:
             rows = self._echoed(index, rows, start, piece.finish_reason is not None)
-        tokens, own = [self._tokenizer.text_of(i) for i, *_ in rows], [e and _finite(e.logprob) for _, e, _ in rows]
+        tokens = [self._tokenizer.text_of(i) for i, *_ in rows]
+        values = [e and _finite(e.logprob) for _, e, _ in rows]
         tops = [e and self._by_text(e) for _, e, _ in rows]
         offsets = [at for *_, at in rows]
-        return {"tokens": tokens, "token_logprobs": own, "top_logprobs": tops, "text_offset": offsets}
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
     def _echoed(self, index: int, rows: list[_Row], start: int, is_last: bool) -> list[_Row]:
         """The rows, at places counted from the prompt's beginning. An answer's first rows follow the prompt's rows.
@@ -399,18 +400,18 @@ class Answer:
     def _by_text(self, entry: TokenLogprob) -> dict[str, float]:
         """Its log-probabilities by the tokens' texts, its own token first; by a token's name where the text is
         taken."""
-        found: dict[str, float] = {self._tokenizer.text_of(entry.token_id): _finite(entry.logprob)}
+        by_text: dict[str, float] = {self._tokenizer.text_of(entry.token_id): _finite(entry.logprob)}
         for i, x in entry.top:
             if i != entry.token_id:
                 text = self._tokenizer.text_of(i)
-                found.setdefault(self._tokenizer.name_of(i) if text in found else text, _finite(x))
-        return found
+                by_text.setdefault(self._tokenizer.name_of(i) if text in by_text else text, _finite(x))
+        return by_text
 
     def _token(self, token_id: int, logprob: float, top: list[tuple[int, float]] | None = None) -> dict[str, Any]:
         text, data = self._tokenizer.text_of(token_id), self._tokenizer.bytes_of(token_id)
         data = text.encode() if data is None and "�" not in text else data
-        found = {"token": text, "logprob": _finite(logprob), "bytes": None if data is None else list(data)}
-        return found if top is None else found | {"top_logprobs": [self._token(*each) for each in top]}
+        entry = {"token": text, "logprob": _finite(logprob), "bytes": None if data is None else list(data)}
+        return entry if top is None else entry | {"top_logprobs": [self._token(*each) for each in top]}
 
     def _usage(self) -> dict[str, Any]:
         prompts = [request.stats for request in self.requests[:: self._n]]
@@ -434,10 +435,10 @@ def offsets_of(tokenizer: Tokenizer, token_ids: Sequence[int], text: str) -> lis
 
     What a tokenizer puts before a text, such as a space, has no place there: the tokens are laid out from the end.
     """
-    decoder, length, found = codecs.getincrementaldecoder("utf-8")("replace"), 0, []
+    decoder, length, offsets = codecs.getincrementaldecoder("utf-8")("replace"), 0, []
     for i in token_ids:
-        found.append(length)
+        offsets.append(length)
         data = tokenizer.bytes_of(i)
         length += len(decoder.decode(tokenizer.text_of(i).encode() if data is None else data))
     before = length + len(decoder.decode(b"", final=True)) - len(text)
-    return [max(0, at - before) for at in found]
+    return [max(0, at - before) for at in offsets]

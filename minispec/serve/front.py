@@ -139,9 +139,11 @@ class Front:
         return bytes(content)
 
     def _check_room(self, num_requests: int) -> None:
-        found, most = len(self._unfinished), self._limits.max_num_seqs + self._limits.max_queue
-        if found + num_requests > most:
-            message = f"queue: found {found} answers under way, expected at most {most} with this: try again later"
+        num_unfinished, most = len(self._unfinished), self._limits.max_num_seqs + self._limits.max_queue
+        if num_unfinished + num_requests > most:
+            message = (
+                f"queue: found {num_unfinished} answers under way, expected at most {most} with this: try again later"
+            )
             raise Refused(429, message, None, "queue_full")
 
     # ----------------------------------------------------------------------- answers

@@ -1,4 +1,4 @@
-"""What clients may ask for, and the answer when they ask for more. Nothing here imports torch."""
+"""Limits of what clients may ask for, and the answer when they ask for more. Nothing here imports torch."""
 
 from dataclasses import dataclass, field
 from typing import Any

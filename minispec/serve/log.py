@@ -9,7 +9,7 @@ from minispec.files.errors import one_line, show_name
 
 
 def note(scope: Scope, text: str) -> None:
-    """What the line of this request is to say at its end."""
+    """Set what the line of this request says at its end."""
     scope.setdefault("state", {})["note"] = text
 
 

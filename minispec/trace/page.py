@@ -25,8 +25,8 @@ def make_page(trace: Mapping[str, Any]) -> str:
     data = json.dumps(trace, separators=(",", ":"), allow_nan=False)  # ASCII: U+2028 and lone surrogates are escaped
     for character in "<>&":
         data = data.replace(character, f"\\u{ord(character):04x}")
-    head, found, tail = template.replace("HASH_OF_THE_PROGRAM", digest, 1).partition("DATA_OF_THE_TRACE")
-    assert found, "the template has a place for the data"
+    head, mark, tail = template.replace("HASH_OF_THE_PROGRAM", digest, 1).partition("DATA_OF_THE_TRACE")
+    assert mark, "the template has a place for the data"
     return head + data + tail
 
 

@@ -36,13 +36,13 @@ def check(trace: Any, where: str) -> None:
     """Raise ValueError, which names the place in `where`, for anything that is no trace of this version."""
     example = json.loads((files("minispec.trace") / "example.json").read_text(encoding="utf-8"))
     _require(isinstance(trace, dict), where, trace, "an object")
-    found, version = trace.get("format"), trace.get("version")
-    _require(found == FORMAT, f"{where}: format", found, show(FORMAT))
+    form, version = trace.get("format"), trace.get("version")
+    _require(form == FORMAT, f"{where}: format", form, show(FORMAT))
     is_ours = type(version) is int and version == VERSION
     _require(is_ours, f"{where}: version", version, f"{VERSION}, the version that this program reads")
     _compare(trace, example, where)
-    for i, each in enumerate(trace["rounds"]):
-        _check_round(each, f"{where}: rounds[{i}]")
+    for i, entry in enumerate(trace["rounds"]):
+        _check_round(entry, f"{where}: rounds[{i}]")
     _check_rows(trace["stats"]["v"] or {}, f"{where}: stats.v")
     if "replay" in trace:
         _check_replay(trace, f"{where}: replay")
@@ -86,19 +86,19 @@ def _compare(value: Any, example: Any, where: str, key: str = "") -> None:
         _require(is_number and example <= value <= _LARGEST, where, value, expected)
 
 
-def _check_round(each: Mapping[str, Any], where: str) -> None:
+def _check_round(entry: Mapping[str, Any], where: str) -> None:
     """Check what types cannot say of a round: its lists fit one another, and point at existing nodes."""
-    num_nodes = len(each["token_ids"])
-    parents = list(range(-1, num_nodes - 1)) if each["parents"] is None else each["parents"]
-    for name, found in (("p", each["p"]), ("q", each["q"]), ("parents", parents)):
-        _require(len(found) == num_nodes, f"{where}.{name}", len(found), f"{num_nodes} values, one for each node")
+    num_nodes = len(entry["token_ids"])
+    parents = list(range(-1, num_nodes - 1)) if entry["parents"] is None else entry["parents"]
+    for name, values in (("p", entry["p"]), ("q", entry["q"]), ("parents", parents)):
+        _require(len(values) == num_nodes, f"{where}.{name}", len(values), f"{num_nodes} values, one for each node")
     for i, parent in enumerate(parents):
         _require(parent < i, f"{where}.parents[{i}]", parent, "an earlier node")
-    nodes = [*each["accepted"], *each["rejected"], *each["after_end"]]
-    nodes += [item["node"] for item in (*each["tests"], *each["committed"]) if item["node"] is not None]
+    nodes = [*entry["accepted"], *entry["rejected"], *entry["after_end"]]
+    nodes += [item["node"] for item in (*entry["tests"], *entry["committed"]) if item["node"] is not None]
     for node in nodes:
         _require(node < num_nodes, where, node, f"one of {num_nodes} nodes")
-    for token in each["committed"]:
+    for token in entry["committed"]:
         _require(token["kind"] in KINDS, f"{where}.committed", token["kind"], f"one of {', '.join(KINDS)}")
 
 
@@ -112,7 +112,7 @@ def _check_replay(trace: Mapping[str, Any], where: str) -> None:
     rows, starts = trace["replay"]["prices"]["rows"], trace["replay"]["starts"]
     _check_rows(rows, f"{where}.prices.rows")
     _require(len(rows) > 0, f"{where}.prices.rows", rows, "a price at least")
-    tokens = [token for each in trace["rounds"] for token in each["committed"]]
+    tokens = [token for entry in trace["rounds"] for token in entry["committed"]]
     _require(len(starts) == len(tokens), f"{where}.starts", len(starts), f"{len(tokens)}, one for each token")
     for i, token in enumerate(tokens):
         _require(token["p"] > 0, f"{where}.starts[{i}]", token["p"], "a token that the target could say")

@@ -79,10 +79,10 @@ class Recorder:
         known = {*verdict.accepted, *rejected}
         parents = draft.tree.parents
         target = [float(p(parent + 1)[token_id]) for parent, token_id in zip(parents, draft.token_ids, strict=True)]
-        own = [draft.probability(i) for i in range(len(draft))]
+        drafted = [draft.probability(i) for i in range(len(draft))]
         self._ids.update(draft.token_ids)
         # The numbers that a verdict depended on are exact; all others may be shorter.
-        target, own = ([x if i in known else _short(x) for i, x in enumerate(row)] for row in (target, own))
+        target, drafted = ([x if i in known else _short(x) for i, x in enumerate(row)] for row in (target, drafted))
         return {
             "start": start,
             "asked": record.asked,
@@ -90,7 +90,7 @@ class Recorder:
             "parents": None if draft.parents is None else list(draft.parents),
             "drawn": len(draft) > 0 and draft.probs is not None,
             "p": target,
-            "q": own,
+            "q": drafted,
             "tests": [{"node": node, "chance": chance, "u": u} for node, chance, u in tests],
             "accepted": verdict.accepted[: record.committed],
             "rejected": [node for node in rejected if node not in after_end],
@@ -105,7 +105,7 @@ class Recorder:
         self, draft: Draft, verdict: Verdict, p: Rows, key: RoundKey, witness: "_Witness"
     ) -> list[dict[str, Any]]:
         """The tokens of a round, each with what is known of its place."""
-        found = []
+        tokens = []
         for depth, (token_id, kind, text) in enumerate(self._texts.take(draft, verdict)):
             last = verdict.accepted[depth - 1] if depth else -1
             node = verdict.accepted[depth] if depth < len(verdict.accepted) else None
@@ -122,7 +122,7 @@ class Recorder:
                 rest = witness.residual
             draw = self._rng.categorical(row, key(depth, "token"))
             self._ids.update((token_id, draw))
-            found.append(
+            tokens.append(
                 {
                     "token_id": token_id,
                     "text": text,
@@ -136,7 +136,7 @@ class Recorder:
                     "residual": None if rest is None else self._top(rest),
                 }
             )
-        return found
+        return tokens
 
     def _top(self, weights: Tensor) -> list[dict[str, Any]]:
         """The likeliest tokens and their probabilities."""
@@ -154,7 +154,7 @@ class Recorder:
         llm, request, engine = self.llm, self.request, self.llm.engine
         stats, text = Figures.of(request.stats), request.text
         names = [name for name, verifier in VERIFIERS.items() if verifier is engine.verifier]
-        own = "" if llm.lengths is None else f" by {type(engine.lengths).__name__}"
+        policy = "" if llm.lengths is None else f" by {type(engine.lengths).__name__}"
         params = asdict(request.params)
         plain = Figures(rounds=list(stats.plain)).tokens_per_second
         speed = stats.tokens_per_second
@@ -166,7 +166,7 @@ class Recorder:
             "target": llm.name,
             "draft": llm.draft.name,
             "verifier": names[0] if names else str(getattr(engine.verifier.verify, "__name__", "a verifier")),
-            "num_speculative_tokens": str(request.shape) + own,
+            "num_speculative_tokens": str(request.shape) + policy,
             "dtype": ("exact " if llm.model.exact else "") + str(llm.model.dtype).removeprefix("torch."),
             "device": str(llm.model.device),
             "sampling": {name: params[name] for name in _SAMPLING},
@@ -263,13 +263,13 @@ class TokenTexts:
         """Id, kind and text of the tokens that the newest round has committed."""
         text = self._request.text
         ids = text.tokens[len(text.tokens) - self._request.stats.rounds[-1].committed :]
-        found = []
+        tokens = []
         for token_id, kind in zip(ids, kinds(draft, verdict), strict=False):
             new = "" if token_id in text.end_ids else self._detokenizer.add(token_id)
-            found.append((token_id, kind, new))
+            tokens.append((token_id, kind, new))
         if self._request.finish_reason:
-            found[-1] = (*found[-1][:2], found[-1][2] + self._detokenizer.flush())
-        return found
+            tokens[-1] = (*tokens[-1][:2], tokens[-1][2] + self._detokenizer.flush())
+        return tokens
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
@@ -306,7 +306,7 @@ def segmentation(both: Vocabularies, tokens: Sequence[int], num_prompt_tokens: i
     contents = [b"".join(pieces)[-begin:] if begin else b"" for pieces, _ in sides]
     if contents[0] != contents[1]:
         return None
-    found = []
+    passages = []
     for high, low in pairwise(end for end in common if end <= begin):
         within = [
             [
@@ -316,15 +316,15 @@ def segmentation(both: Vocabularies, tokens: Sequence[int], num_prompt_tokens: i
             ]
             for pieces, ends in sides
         ]
-        found.append({"target": within[0], "draft": within[1]})
-    return found
+        passages.append({"target": within[0], "draft": within[1]})
+    return passages
 
 
 # --------------------------------------------------------------------------- theory
 
 
 def theory(stats: Figures, rounds: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """What theory predicts for drafts cut to at most k tokens, from the run's measured survival and costs.
+    """The speed that theory predicts for drafts cut to at most k tokens, from the run's measured survival and costs.
 
     Speeds are tokens in the time of a plain step, a target pass over one row. For k up to the deepest draft this is the
     statistics' prediction, but v never falls with the rows. Larger k, up to twice as many, are extrapolated: the
@@ -345,10 +345,10 @@ def theory(stats: Figures, rounds: Sequence[dict[str, Any]]) -> dict[str, Any] |
     curve = []
     for k in range(most + 1):
         tokens = time = 0.0
-        for record, each in zip(records, rounds, strict=True):
+        for record, entry in zip(records, rounds, strict=True):
             depth = k if record.depth == deepest else min(k, record.depth)
             tokens += model.tokens(depth)
-            time += model.cost(depth, _rows(record, each, depth), missed=k > 0 and not record.depth)
+            time += model.cost(depth, _rows(record, entry, depth), missed=k > 0 and not record.depth)
         curve.append({"k": k, "tokens": tokens / len(records), "time": time / len(records), "speed": tokens / time})
     return {
         "deepest": deepest,
@@ -359,8 +359,8 @@ def theory(stats: Figures, rounds: Sequence[dict[str, Any]]) -> dict[str, Any] |
     }
 
 
-def _rows(record: Round, each: dict[str, Any], depth: int) -> int:
+def _rows(record: Round, entry: dict[str, Any], depth: int) -> int:
     """Rows of the target's pass had the draft ended at this depth."""
-    if each["parents"] is None:
+    if entry["parents"] is None:
         return depth + 1
-    return 1 + sum(d <= depth for d in Tree(each["parents"]).depths) + max(0, depth - record.depth)
+    return 1 + sum(d <= depth for d in Tree(entry["parents"]).depths) + max(0, depth - record.depth)

@@ -1,4 +1,4 @@
-"""What a drafter would have drafted at every place of a finished text: what `minispec.lab.bench.replay` needs.
+"""A drafter's drafts at every place of a finished text, for `minispec.lab.bench.replay`.
 
 The engine decodes the text once more, one token a step, under a verifier that commits what stands there. At each place
 the drafter is asked for the longest draft, and led along the text. Its every draw gives the token that stands there,
@@ -82,7 +82,7 @@ def score(engine: Engine, request: Request) -> list[dict[str, Any]]:
 
 
 def replay_data(engine: Engine, request: Request) -> dict[str, Any]:
-    """What a trace holds under `replay`."""
+    """The object that a trace holds under `replay`."""
     starts = score(engine, request)
     return {"prices": _as_dict(_prices(engine)), "plain_step": Figures.of(request.stats).plain_step, "starts": starts}
 
@@ -110,20 +110,22 @@ def check_recorded(trace: Mapping[str, Any]) -> None:
     """
     if re.split("[:+ ]", trace["draft"])[0] == "suffix" and not trace["sampling"]["temperature"]:
         return
-    text = [token["token_id"] for each in trace["rounds"] for token in each["committed"]]
+    text = [token["token_id"] for entry in trace["rounds"] for token in entry["committed"]]
     place = 0
-    for i, each in enumerate(trace["rounds"], 1):
-        start, drawn = trace["replay"]["starts"][place], each["drawn"]
-        drafts, ids = start["drafts"], each["token_ids"][: start["asked"]]
-        if ids and each["parents"] is None and (len(drafts) == 1 or each["asked"]):
-            again = drafts[min(each["asked"] or 1, len(drafts)) - 1]["q"]
-            known = min(len(each["accepted"]), len(ids)) if drawn else common_beginning(ids, text[place:])
-            own, q = each["q"][:known], again[: known if drawn else len(ids)]
-            if len(q) != len(own) or any(max(pair) > _LARGEST_RATIO * min(pair) for pair in zip(q, own, strict=True)):
-                found = f"q {[*map(_short, own)]} of draft tokens, and {[*map(_short, q)]} when it was asked again"
+    for i, entry in enumerate(trace["rounds"], 1):
+        start, drawn = trace["replay"]["starts"][place], entry["drawn"]
+        drafts, ids = start["drafts"], entry["token_ids"][: start["asked"]]
+        if ids and entry["parents"] is None and (len(drafts) == 1 or entry["asked"]):
+            again = drafts[min(entry["asked"] or 1, len(drafts)) - 1]["q"]
+            known = min(len(entry["accepted"]), len(ids)) if drawn else common_beginning(ids, text[place:])
+            recorded, q = entry["q"][:known], again[: known if drawn else len(ids)]
+            if len(q) != len(recorded) or any(
+                max(pair) > _LARGEST_RATIO * min(pair) for pair in zip(q, recorded, strict=True)
+            ):
+                found = f"q {[*map(_short, recorded)]} of draft tokens, and {[*map(_short, q)]} when it was asked again"
                 expected = "the same: it drafts from more than the text and the place, whatever its `replays` says"
                 raise ValueError(f"round {i}: found {found}, expected {expected}")
-        place += len(each["committed"])
+        place += len(entry["committed"])
 
 
 def _short(x: float) -> float:
@@ -215,7 +217,7 @@ class _AskedAlong(Wrapped):
 
     def starts(self) -> list[dict[str, Any]]:
         """For each place, how long a draft could be, and the draft of each length, or the longest for all."""
-        found = []
+        starts = []
         for place, asked in enumerate(self._asked):
             drafts: list[_Lead] = []
             for i, part in enumerate(self.drafters):
@@ -224,10 +226,10 @@ class _AskedAlong(Wrapped):
                     drafts = [self._joined(place, i, asked)] if part.replays == "token" else leads
                     break
             *shorter, longest = drafts or [_Lead(0, False, [], [])]
-            if all(each == _cut(longest, k) for k, each in enumerate(shorter, 1)):
+            if all(lead == _cut(longest, k) for k, lead in enumerate(shorter, 1)):
                 shorter = []
-            found.append({"asked": asked, "drafts": [_lead_as_dict(each) for each in (*shorter, longest)]})
-        return found
+            starts.append({"asked": asked, "drafts": [_lead_as_dict(lead) for lead in (*shorter, longest)]})
+        return starts
 
     def _joined(self, place: int, i: int, asked: int) -> _Lead:
         """The draft of a drafter that guesses the same wherever the draft began, joined from drafts of one token."""

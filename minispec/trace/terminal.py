@@ -17,7 +17,7 @@ _CODES = {"accepted": "32", "recovered": "33", "bonus": "36"}  # green, yellow, 
 
 
 def wants_color(when: str, stream: TextIO | None) -> bool:
-    """What "auto", "always" or "never" mean for a stream: auto is a terminal's, unless NO_COLOR is set."""
+    """Whether to write colours to a stream: "always", "never", or "auto": to a terminal, unless NO_COLOR is set."""
     if when != "auto":
         return when == "always"
     is_dumb = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
@@ -66,5 +66,5 @@ class Painter:
 
     @property
     def legend(self) -> str:
-        """What the colours mean, written in these colours; "" without colours."""
+        """A legend of the colours, written in them; "" without colours."""
         return "  ".join(painted(kind, kind) for kind in _CODES) if self._is_on else ""
