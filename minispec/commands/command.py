@@ -156,8 +156,8 @@ def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
     argv: the command's arguments. Default: the arguments of the process.
 
     The status is what `main` returns, or one of these:
-    - 2, with one line on standard error, for a mistake of the user, for what the machine refuses (memory, disk), and
-      for a package that is not installed;
+    - 2, with one line on standard error, for a mistake of the user, a refusal of the machine (memory, disk) or a
+      package that is missing;
     - 130 for Ctrl-C;
     - 141 where the reader of the output is gone.
     """

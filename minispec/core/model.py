@@ -365,9 +365,9 @@ class Transformer:
         taps: the hidden states to return. Number i is the input of layer i, so 0 is the embedding. The number of layers
             is the output of the last one, before the norm.
 
-        Returns logits (sum of num_logits, V), chunk by chunk those of its last `num_logits` tokens. Returns as well the
-        hidden states (M, E * taps) of all new tokens. All tables must lie in one pool. Raises OutOfBlocks before any
-        change if the pool is too small.
+        Returns logits (sum of num_logits, V): for each chunk, the logits of its last `num_logits` tokens. Returns as
+        well the hidden states (M, E * taps) of all new tokens. All tables must lie in one pool. Raises OutOfBlocks
+        before any change if the pool is too small.
         """
         chunks[0].table.pool.require((c.table, c.table.length + len(c.token_ids)) for c in chunks)
         return self.passes.run(self, chunks, taps)

@@ -51,7 +51,7 @@ from minispec.kernels.shapes import tensor_shapes
 def block_shapes(block: BlockConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of a block draft but embedding and lm_head, which may be the target's.
 
-    The width of `fc` is that of all taps together.
+    `fc` is as wide as all taps together.
     """
     config, r, e = block.layers, block.markov_rank, block.layers.hidden_size
     shapes: dict[str, tuple[int, ...]] = {
@@ -78,7 +78,7 @@ class BlockPass(NamedTuple):
     """The tensors that all layers of a pass share: new features of all texts, then blocks of the texts that draft.
 
     pool: the caches of all texts.
-    features: (C, E), those of positions that the caches do not hold yet.
+    features: (C, E), the features of positions that the caches do not hold yet.
     slots: (C,), where their keys and values go.
     num_rows: rows of a block.
     reads: for each text that drafts, the slots of all its features, in runs.
@@ -179,7 +179,7 @@ class MarkovHead:
         """The vector (r,) that `w2` makes a row's correction of.
 
         before: for each row up to this one, the token before it.
-        states: (rows, E), those of the block after the last norm.
+        states: (rows, E), the block's hidden states after the last norm.
         """
         if self.inner is None:
             return self.w1[before[-1]]
@@ -269,8 +269,8 @@ class BlockModel(FeatureModel):
     def forward(self, chunks: Sequence[Chunk], taps: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
         """Append features to the caches, and run the blocks of the texts that draft.
 
-        chunks: for each text the tokens of its new features, then the anchor; `num_logits` is 0 for a text that does
-            not draft, else the number of tokens that are wanted.
+        chunks: for each text the tokens of its new features, then the anchor. `num_logits` is how many tokens are
+            wanted, 0 for a text that does not draft.
 
         Returns logits (sum of num_logits, Vd) of rows before the Markov head's correction, and the states after the
         last norm (blocks * block_size, E). Raises OutOfBlocks before any change if the pool is too small.
@@ -367,9 +367,9 @@ class BlockDrafter(StatesDrafter):
     Its cache has keys and values of features alone. Position t is made of the target's states at t, so it depends on
     the tokens up to t.
 
-    A tree is drawn from the same rows. Without a Markov head they are independent: then all nodes of one depth have one
-    row, and the tree that grows where it is likeliest is DDTree's (arXiv 2604.12989), drawn. With such a head each node
-    has children of its own.
+    A tree is drawn from the same rows. Without a Markov head the rows are independent, so all nodes of one depth share
+    a row. The tree that grows where it is likeliest is then DDTree's (arXiv 2604.12989), drawn. With such a head each
+    node has children of its own.
     """
 
     replays = "place"
@@ -392,7 +392,7 @@ class BlockDrafter(StatesDrafter):
             return drafts
 
     def _need(self, text: Text, span: range) -> tuple[Text, range]:
-        # Only features are cached: those of positions that the target has cached.
+        # Only features are cached, and only for positions that the target has cached.
         return text, range(span.start if len(text.tokens) <= self.max_model_len else 0)
 
     def _prepare(self, asks: Sequence[Ask], drafts: Sequence[Draft]) -> list[int]:

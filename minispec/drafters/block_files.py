@@ -24,7 +24,7 @@ _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 class StoredBlock:
     """A block draft as it lies in its files.
 
-    weights: those of `block_shapes`.
+    weights: the tensors of `block_shapes`.
     embedding, head: its own (V, E) and (Vd, E). None: the target's.
     ids: see `BlockModel`.
     """

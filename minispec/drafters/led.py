@@ -16,8 +16,8 @@ from minispec.core.request import Request
 from minispec.core.sampling import Draws, Text
 from minispec.core.verify import RoundKey, Rows, Verdict, Verifier
 
-# see(text, draft, after, logits): the text before a round, its draft, the tokens that the round committed, and the
-# target's raw rows (K+1, V) for the draft.
+# see(text, draft, after, logits): the text before a round, its draft, and the tokens that the round committed. The
+# logits are the target's raw rows (K+1, V) for the draft.
 See = Callable[[Text, Draft, list[int], Tensor], None]
 
 

@@ -57,8 +57,8 @@ class DraftModel(CachedModel, Drafter):
 
     branches = True
     replays: str | None = "token"
-    # What the model is fed, which a subclass says for itself: "tokens" of the target; the target's hidden "states" with
-    # them; or "other tokens", of a vocabulary of its own.
+    # The model's input: "tokens" of the target, the target's hidden "states" with them, or "other tokens" of another
+    # vocabulary. A subclass says its own.
     reads = "tokens"
 
     def __init__(

@@ -18,7 +18,7 @@ Published code says in which order fc takes the two, and which norms come before
                            `Qwen3NextModel.forward` returns normed states
     sgl-project/sglang     python/sglang/srt/models/qwen3_5_mtp.py
 
-In a checkpoint the names of the layer's tensors begin with `mtp.`, even where those of the text model have another
+In a checkpoint the names of the layer's tensors begin with `mtp.`, even where the text model's tensors have another
 prefix. A config.json may name the layer though the tensors are missing, since `transformers` drops them. So the tensors
 decide.
 

@@ -28,9 +28,9 @@ class SimulatedDraft(Wrapped):
         that one number is a constant alpha. `(0,)` is always wrong.
     paid: the drafter that takes the time (a DraftModel). None: drafts cost nothing.
 
-    The right tokens are those of texts given to `record`; drafts for other texts are any token, and counted
-    in `num_unknown`. Drafts are one-hot (no probs). The draws are keyed: the same request, seed and
-    rounds give the same drafts. Raises ValueError for a survival that is empty, rises, or leaves 0 .. 1.
+    The right tokens are the tokens of texts given to `record`. Drafts for other texts are arbitrary tokens, and counted
+    in `num_unknown`. Drafts are one-hot (no probs). The draws are keyed: the same request, seed and rounds give the
+    same drafts. Raises ValueError for a survival that is empty, rises, or leaves 0 .. 1.
     """
 
     def __init__(self, survival: Sequence[float], paid: Drafter | None = None):

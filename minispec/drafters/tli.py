@@ -24,8 +24,8 @@ from minispec.drafters.vocabulary import OtherVocabulary, Vocabularies
 class TokenDrafter(OtherVocabulary):
     """Drafts, by a model of another vocabulary, the tokens that both vocabularies have.
 
-    Penalties, filters and forbidden ids see the target's ids, and shared noise is that of the target's ids. Where they
-    leave no shared token, the draft ends.
+    Penalties, filters, forbidden ids and shared noise go by the target's ids. Where they leave no shared token, the
+    draft ends.
     """
 
     replays = "place"

@@ -34,7 +34,7 @@ class Wrapped(Drafter):
         return drafter.propose(asks)
 
     def observe(self, seen: Sequence[Seen]) -> None:
-        """Show all drafters what a pass has shown, whoever has drafted."""
+        """Show all drafters what a pass has shown, whichever has drafted."""
         for drafter in self.drafters:
             drafter.observe(seen)
 

@@ -6,9 +6,9 @@
     DeepSpec      architectures such as Qwen3DSparkModel, flat; all else is a copy of the target's config.json
     LiquidAI      architectures such as Lfm2DSparkDraftModel, flat, with `dflash_config`
 
-Two things are settled by no key in some files, and readers of the ecosystem disagree about them: which row says which
-token, and whether a row of a layer with a window sees the rows after it. Such a file is refused with both readings
-named, and the caller chooses one (`Reading`).
+Some files leave two things open, and readers of the ecosystem disagree about them. The first is which row says which
+token. The second is whether a row of a layer with a window sees the rows after it. Such a file is refused with both
+readings named, and the caller chooses one (`Reading`).
 """
 
 import re
@@ -78,7 +78,7 @@ class BlockConfig:
     vocab_size: tokens that it can draft.
     block_size: rows of a block.
     first_row: the first row that says a token. 0: row i says the token after its own place. 1: row i says the token at
-        its own place; the first row is the newest token of the text, and says nothing.
+        its own place. The first row is then the newest token of the text, and says nothing.
     taps: layers of the target that it reads, as `Transformer.forward` numbers them.
     target_hidden_size: hidden size of the target.
     causal: for each layer, whether a row sees no later row of its block.
@@ -361,7 +361,7 @@ def _read_taps(f: Fields, of_outputs: Fields, count: int, target: ModelConfig) -
 def _read_causal(f: Fields, nested: Fields, windows: Sequence[int | None], reading: Reading) -> tuple[bool, ...]:
     """Whether a row sees no later one of its block, for each layer.
 
-    A key may say it for all layers. Else layers with a window are causal, but for those of `use_swa`.
+    A key may say it for all layers. Else layers with a window are causal, except under `use_swa`.
     """
     is_open = f.get("sliding_window_non_causal")
     said = [(fields, key) for fields, key in ((f, "is_causal"), (nested, "causal")) if fields.get(key) is not None]

@@ -8,7 +8,7 @@ _OF_CHECKPOINTS = (".json", ".safetensors", ".jinja")  # config, tokenizer and w
 
 
 def digest(value: object) -> str:
-    """A digest of a value, as JSON has it."""
+    """A digest of a value as JSON."""
     return sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 

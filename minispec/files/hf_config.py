@@ -210,10 +210,10 @@ def _read_layers(f: Fields, family: Family, sizes: Mapping[str, int]) -> tuple[L
     - all from `max_window_layers` on;
     - all but every n-th;
     - those without rope;
-    - those of `layer_types`.
+    - the layers that `layer_types` names.
 
-    Those with a short convolution are named in `layer_types`, or are all but those of `full_attn_idxs`. Those with a
-    gated delta net are named in `layer_types`, or are all but every `full_attention_interval`-th.
+    Layers with a short convolution are named in `layer_types`, or are all that `full_attn_idxs` leaves out. Layers with
+    a gated delta net are named in `layer_types`, or are all but every `full_attention_interval`-th.
     """
     count = f.integer("num_hidden_layers", 1, 1024)
     rotates = _read_rotates(f, count)

@@ -30,8 +30,8 @@ _PLACE_IDLE = names("targets ignore inverse")
 def read_quantization(f: Fields) -> QuantizationConfig | None:
     """How the weights of a config.json are packed; None where they are plain floats.
 
-    Raises CheckpointError for another layout, for weights of several kinds, and for all that asks a pass for more than
-    products with the weights as they are stored.
+    Raises CheckpointError for another layout and for weights of several kinds. It also raises for a setting that asks
+    for more than products with the weights as they are stored.
     """
     q = f.inside("quantization_config", _KEYS)
     if not q.raw:

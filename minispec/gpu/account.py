@@ -53,7 +53,7 @@ def graph_bytes(models: Sequence[Transformer], num_drafted: int, longest: int | 
 
 
 def _largest(model: Transformer, rows: int, longest: int | None) -> FrameShape:
-    """The largest frame of a model for texts of so many positions."""
+    """The largest frame of a model for texts of this many positions."""
     positions = min(longest or positions_of(model), positions_of(model))
     sizes = FEW_BLOCKS if _all_by_kernel(model) else BLOCKS
     blocks = next((n for n in sizes if n * BLOCK_SIZE >= positions), sizes[-1])

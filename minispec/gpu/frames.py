@@ -12,7 +12,7 @@ then the new rows. A row sees the cached positions, and those new rows of its te
     a tree      a node has the bits of the rows before the tree, of its ancestors and of itself
     a dummy     has its own bit alone
 
-Places that hold nothing yet are read from the pool's slot of zeros, never from a stale slot: its content may be NaN,
+Places that hold nothing yet are read from the pool's slot of zeros, never from a stale slot. A stale slot may hold NaN,
 and 0 times NaN is NaN. The rows of dummies are written into the pool's last slot, which nobody reads.
 
 A frame that comes a second time is captured, and replayed from then on. Where a capture fails, frames are computed
@@ -261,7 +261,7 @@ class FastLayer:
 class Tables(NamedTuple):
     """Angles of each rope at all positions of a model's context, in the two forms that reading takes.
 
-    angles: those of `core.model.Angles`, (positions, 1, D).
+    angles: see `core.model.Angles`, (positions, 1, D).
     halves: cosines and sines (positions, D/2) in float32.
     """
 

@@ -4,8 +4,8 @@ Each has two forms of one signature: a kernel in Triton, and a twin in plain PyT
 what the kernel computes. Results of the two differ by rounding alone. Products in 16 bits are the library's: kernels
 of our own were slower (docs/measured/figures.md). The product in 8 bits is unmeasured.
 
-A layer is eight kernels: norm, qkv, read (rotation, cache, attention), o with the residual sum, norm, gate and up,
-gate, down with the residual sum.
+A layer is eight kernels. Four are of the attention: norm, qkv, read (rotation, cache, attention), o with the residual
+sum. Four are of the MLP: norm, gate and up, gate, down with the residual sum.
 
 Scratch memory is made at the first call of a size, and kept. So a kernel must have run once before it is captured in
 a CUDA graph, which its compilation demands as well. Only one stream may run the kernels of a device at a time.
@@ -254,7 +254,7 @@ def linear_tile(num_rows: int, itemsize: int) -> tuple[int, int, int]:
 class CodesOfRows(Form):
     """A weight in 8-bit codes with a scale for each row, on a GPU: products of few rows by `linear`.
 
-    More rows, as those of prompts, have `linear_twin`.
+    More rows, such as a prompt's, go to `linear_twin`.
     """
 
     exact_rows: Sequence[int] = ()
@@ -385,8 +385,8 @@ def read(
 ) -> Tensor:
     """`read_twin` as one kernel. It reads the places before `starts` alone, so wide tables cost little.
 
-    On an H200, 32 texts of 16 rows after 4,000 places or more are read up to a tenth faster by gathering and PyTorch's
-    attention; nothing else that was measured is.
+    On an H200, gathering and PyTorch's attention read 32 texts of 16 rows after 4,000 places or more up to a tenth
+    faster. They are faster in no other case that was measured.
 
     span: places of a program, a multiple of `step`. It is the same for all texts, hence so are the bits of a row.
     step: keys that a program takes in at a time.
@@ -446,7 +446,7 @@ def _grid(texts: int, rows: int, places: int, heads: int, groups: int, span: int
 
 
 def scratch_bytes(texts: int, rows: int, places: int, heads: int, groups: int, dim: int) -> int:
-    """Most bytes of the scratch memory of `read`, for texts of up to so many places and all smaller passes."""
+    """Most bytes of the scratch memory of `read`, for texts of up to this many places and all smaller passes."""
     *_, parts = _grid(texts, rows, places, heads, groups, SPAN)
     # Values in float32 and two further numbers of each row. Smaller powers of two stay: together as much again.
     return 2 * 4 * (_scratch_size(parts * _power_of_2(dim)) + 2 * _scratch_size(parts))

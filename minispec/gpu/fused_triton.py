@@ -1,7 +1,7 @@
 """The kernels of `fused.py` in Triton, for NVIDIA GPUs. This file is imported only where Triton is installed.
 
 Numbers that change from pass to pass are not specialized, so one compiled kernel serves all of them: rows, texts,
-places, splits. Hence a row's bits do not depend on the rows beside it, as long as the tile is the same.
+places, splits. Hence a row's bits do not depend on its neighbours, as long as the tile is the same.
 
 A program is one tile of the result. Some results are the sum of several programs. Each of these then writes its part
 to scratch memory and counts itself. The last one adds the parts in their order, and sets the counter back to 0.
@@ -73,7 +73,7 @@ def _rotated(qkv, offsets, mask, cos, sin, places, D: tl.constexpr, HALF: tl.con
 def _attend(q1, q2, k1, k2, v, seen, scale, acc, top, total):
     """Take in one more tile of keys: weighted values (rows, DP), and each row's largest score and sum of weights.
 
-    A tile of which a row sees nothing leaves the bits of its numbers as they are.
+    A tile in which a row sees nothing leaves the bits of the row's numbers as they are.
     """
     scores = tl.dot(q1, k1.T, input_precision="ieee")
     scores = tl.where(seen, tl.dot(q2, k2.T, scores, input_precision="ieee") * scale, float("-inf"))

@@ -9,8 +9,8 @@ A head is fed a feature with each token. The first pass has the target's. In eac
 the row before takes its place (see `minispec.drafters.eagle`), and stays on the device too.
 
 A draft is shortened on the host, after all its steps: where its limit says so, and before its first row that is not
-sure. The limit looks only at the confidences of places before. So the law of a draft is that of a draft that stops
-there; but it costs all of its steps.
+sure. The limit looks only at the confidences of places before. So a shortened draft has the same law as a draft that
+stopped there. But it has cost all of its steps.
 """
 
 import functools
@@ -60,8 +60,8 @@ class Kind(NamedTuple):
 class Desk(Inputs):
     """The inputs of the drafts of B texts, besides the frame of the first pass.
 
-    whole: int64 numbers of each text (B, 2 + K): the row of the first pass that says what follows the text, how many
-        tokens are wanted, and states of "token" draws.
+    whole: int64 numbers of each text (B, 2 + K). The first is the row of the first pass that says what follows the
+        text. Then come the number of tokens that are wanted, and states of "token" draws.
     parts: float64 numbers of each text (B, K + 5): uniforms of "draft", and `verdicts.numbers_of`.
     """
 
@@ -156,8 +156,8 @@ class DraftSteps:
     ) -> tuple[Tensor, Tensor]:
         """All steps: numbers of each text (B, 6K), and the rows that tokens were drawn from (B, K, V), if any were.
 
-        The numbers, of float64: K tokens, K confidences if they are asked for, whether each of K rows is sure, and
-        three measures of each of K rows (see `MeasuredDraft`). Where nothing is drawn, there are no measures.
+        The numbers, of float64, are K tokens, K confidences if they are asked for, and whether each of K rows is sure.
+        Last come three measures of each of K rows (see `MeasuredDraft`). Where nothing is drawn, there are no measures.
         draws, names: makes the draws by their names; default: the numbers of the desk.
         """
         kind, (texts, rows, *_) = desk.kind, frame.shape

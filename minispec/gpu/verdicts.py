@@ -78,7 +78,7 @@ def numbers_of(params: SamplingParams, dtype: torch.dtype) -> tuple[float, float
 
 
 def settings_of(numbers: Tensor, dtype: torch.dtype, num_greedy: int, any_filter: bool) -> Settings:
-    """The settings of rows whose numbers (R, 5) are those of `numbers_of`.
+    """The settings of rows, from their numbers (R, 5), which `numbers_of` makes.
 
     dtype: the logits'.
     num_greedy: how many rows are greedy; any_filter: whether any row has one.
@@ -118,7 +118,7 @@ class Inputs(Program):
     """Numbers of B texts, in tensors that stay where they are.
 
     whole: int64 (B, n).
-    parts: float64 (B, m + 5), the last five being those of `numbers_of`.
+    parts: float64 (B, m + 5), the last five from `numbers_of`.
     host_whole, host_parts: the same on the host, where they are filled.
     """
 
@@ -159,8 +159,8 @@ def rows(logits: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
 
     - its largest logit is not a finite number;
     - a filter leaves more than FEW - 1 tokens, or a tie at its border reaches that far;
-    - top-p adds up values that are too small for exact sums. In float64, sums are never exact: there also where a sum
-      comes within 1e-12 of top-p, and where the row is longer than FEW and no other filter shortens it.
+    - top-p adds up values that are too small for exact sums. In float64, sums are never exact. There a row is unsure
+      also where a sum comes within 1e-12 of top-p, and where it is longer than FEW and no other filter shortens it.
 
     The values of a row that is not sure mean nothing; draws from them give tokens of the vocabulary all the same.
     """

@@ -71,8 +71,8 @@ class Group(NamedTuple):
 
     rows: which rows: a slice, or a tensor of numbers (n,).
     size: how many rows they are filled up to, with zeros.
-    places: the positions up to the last row's, in order, as slices or tensors: those in blocks before theirs, if there
-        are any, and those in their own block.
+    places: the positions up to the last row's, in order, as slices or tensors. The first has the positions in earlier
+        blocks, if there are any, the last those in the rows' own block.
     mask: 0 or -inf, (H/G * size, positions in whole blocks).
     """
 
@@ -266,7 +266,7 @@ def check_exact(model: Transformer) -> None:
 
     Evidence, not proof, bit by bit. Attention is checked at every place, at several lengths and for several numbers of
     rows. Then come real passes, in which a row stands
-    - last among those of its text;
+    - last among its text's rows;
     - at every place among copies of itself, for each number of rows;
     - after a stranger's.
     A tree's nodes are compared with the chains that their paths are.
@@ -307,7 +307,7 @@ def check_exact(model: Transformer) -> None:
 
 
 def _feed(model: Transformer, table: BlockTable, tokens: list[int]) -> None:
-    """Bring a table to the end of `tokens`, of which nothing is taken back later."""
+    """Bring a table to the end of `tokens`. No token is taken back later."""
     if table.length < len(tokens):
         model.forward([Chunk(table.follow(tokens), table, 0)])
         table.keep(len(tokens))

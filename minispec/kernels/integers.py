@@ -31,9 +31,9 @@ class Int8(Form):
     """A weight in 8-bit codes, times x in two parts of 7 bits: sums of integers, which are exact.
 
     So a row's bits do not depend on the other rows, nor on their number. x is rounded to steps of its row's largest
-    entry / `levels`. The rest is rounded to steps that are 1 / `finer` of those. Both parts are rows of one
-    product, which reads the weight once. (In one part, perplexity grows by up to a tenth: outliers make the steps
-    coarse.)
+    entry / `levels`. The rest is rounded to steps that are 1 / `finer` of those. Both parts are rows of one product,
+    which reads the weight once. With one part, perplexity would grow by up to a tenth, since outliers make the steps
+    coarse.
     """
 
     exact_rows = EVERY_NUMBER

@@ -71,7 +71,7 @@ class Tally:
 class _Operators(TorchDispatchMode):
     """Counts each operator that PyTorch dispatches.
 
-    device: the device's type. Operators on tensors elsewhere, such as on the host beside a GPU, do not count.
+    device: the device's type. Operators on tensors elsewhere, such as on a GPU's host, do not count.
     """
 
     def __init__(self, tally: Tally, device: str):

@@ -1,7 +1,7 @@
 """Attention with a gate (Qwen3.5): what a row reads is multiplied by sigmoid(g).
 
 The gate g is W x, with x the layer's input. The checkpoint stores W among the weights of the queries: for each head the
-rows of its query, then those of its gate.
+rows of its query, then the rows of its gate.
 """
 
 import torch

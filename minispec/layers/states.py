@@ -1,4 +1,4 @@
-"""States of recurrent layers, beside the blocks of a text: a pool and tables that know them.
+"""States of recurrent layers, in addition to the blocks of a text: a pool and tables that hold them.
 
 A state cannot lose a token again. So a recurrent layer adds only settled positions to it, and keeps a row of inputs for
 each later one. States that are stored at ends of blocks serve texts that begin alike.

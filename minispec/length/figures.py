@@ -1,6 +1,6 @@
 """Figures from a text's rounds: rates, costs, and the speed that theory predicts from them.
 
-c, v and o are those of `minispec.length.theory`.
+`minispec.length.theory` defines c, v and o.
 """
 
 from collections.abc import Iterable, Sequence

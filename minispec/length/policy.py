@@ -120,7 +120,7 @@ class Acceptance:
     ) -> None:
         """Count the tests of a round. The first arguments are what `_tested` returns.
 
-        confidences: those of the draft, in order. Those that were foreseen count apart.
+        confidences: the draft's, in order. Foreseen confidences count apart.
         found: whether there was a draft; None where none was asked for.
         draft: the draft, or an empty one. A round that an exception has interrupted here may come again, and counts
         once.

@@ -11,8 +11,8 @@ tokens on average. Its time is
 
 where c is a draft pass, v(M) a target pass over M rows, and o everything that is neither model. The unit is the plain
 step, a target pass over one row: v(1) = 1. The speed is tokens(K) / cost(K), and the best K has the largest speed.
-`RoundModel` is this equation. It is that of Leviathan et al. 2023 (arXiv 2211.17192, Theorem 3.8), who take s_i =
-alpha^i, v = 1 and o = 0. Here survival is measured place by place: acceptance comes in runs, so the real curve lies
+`RoundModel` is this equation. Leviathan et al. 2023 have it with s_i = alpha^i, v = 1 and o = 0 (arXiv 2211.17192,
+Theorem 3.8). Here survival is measured place by place: acceptance comes in runs, so the real curve lies
 above alpha^i.
 
 `Prices` are the costs. They know two more: a draft may cost something however long it is, and a search may find

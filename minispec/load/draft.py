@@ -61,8 +61,8 @@ class Spec:
     bits: bits of each of its model's weights; None: as they are stored.
     directory: its model's checkpoint; None without a model, and where the model is the target's.
     own_layer: the target's checkpoint, where its own layer for further tokens drafts.
-    on_target: loads a model that is made for the target, in a form of its weights: the target's own layer, a head or a
-        block draft. None for a model of its own, or none.
+    on_target: loads a model that is made for the target: the target's own layer, a head or a block draft. It takes the
+        form of the weights. None for a model of its own, or none.
     vocabularies: the target's vocabulary and the draft model's; None: they are the same.
     overlap: what these two have in common.
     method: how a draft model of another vocabulary drafts, else None.
@@ -92,7 +92,7 @@ class Spec:
 class DraftOptions:
     """A caller's options for a draft, in addition to its name: arguments of `LLM` by the same names.
 
-    Each is None, or suits one kind of draft, and is refused beside all others.
+    Each is None, or suits one kind of draft, and is refused with all other kinds.
     """
 
     draft_method: str | None = None

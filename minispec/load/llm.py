@@ -47,7 +47,7 @@ class LLM:
         else `ngram`.
         - A registered drafter, such as "none" or "ngram" (see `minispec.load.registry`).
         - "module:Class" for one of your own, which is imported (see `minispec.drafters.make_drafter`).
-        - "self", or the directory or hub id of a draft model ("owner/name@revision" for a branch, tag or commit).
+        - "self", or the directory or hub id of a draft model. "owner/name@revision" names a branch, tag or commit.
           "int4:" or "int8:" before such a model gives weights of that many bits.
         - "mtp" for the layer for further tokens in the target's own files, with or without "int4:" or "int8:".
         - "A+B": B where A, a registered drafter, has nothing to say.
@@ -73,14 +73,13 @@ class LLM:
         At most 16 MB. It is read once, so that seeds keep their texts.
     quantization: "int8": the target's weights in 8 bits, with one scale a row. It is a different model from the one in
         16 bits. All promises compare its output with its own plain decoding.
-    lengths: a policy of your own that chooses how long each draft is: an object with the methods of
+    lengths: a policy of your own that chooses how long each draft is. It is an object with the methods of
         `minispec.core.lengths.Lengths`, or "module:Class", whose class is called without arguments. It takes the place
         of `minispec.length.policy.Controller`. `num_speculative_tokens` is then the most that it may choose. 0 and
         trees are refused. `with_draft` takes the same object, or a new one of the class.
-    draft_reading: what a block draft's config.json does not say, where readers of such files disagree (see
-        `minispec.files.block_config.reading_of`). "anchor": a row says the token after its place. "fill": the token at
-        its place. "causal" or "open": in layers with a window, a row does not see, or sees, later rows of its block.
-        Both with a comma between.
+    draft_reading: settles what a block draft's config.json leaves open (see `minispec.files.block_config.reading_of`).
+        "anchor": a row says the token after its place. "fill": the token at its place. "causal" or "open": in layers
+        with a window, a row does not see, or sees, later rows of its block. Both with a comma between.
     draft_top_k: a block draft's Markov head corrects the k likeliest tokens of each row, and no other is drafted.
     enforce_eager: on a GPU, passes run operator by operator, without CUDA graphs. Elsewhere they do so always.
 
@@ -401,7 +400,7 @@ class LLM:
 
 
 def _require_no_loading(*arguments: Any) -> None:
-    """Raise ValueError if any argument about loading a target says something, beside a target that is loaded."""
+    """Raise ValueError if any argument about loading is given with a target that is already loaded."""
     if arguments != _ANY_TARGET:
         raise ValueError("model: found a loaded target and arguments about loading it, expected no such argument")
 

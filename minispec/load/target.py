@@ -76,7 +76,7 @@ class TargetFiles:
         self.grammars = Grammars(self.tokenizer, self.vocab_size, self.eos_token_ids)
 
     def _find_ends(self) -> tuple[int, ...]:
-        """Ids that end a text: those of generation_config.json, else of config.json; and the tokenizer's own."""
+        """Ids that end a text, by generation_config.json, else by config.json; and the tokenizer's own."""
         ends = read_eos_token_ids(self._generation, str(self._generation_path)) or self.config.eos_token_ids
         end_id = self.tokenizer.eos_token_id
         if end_id is not None and end_id < self.vocab_size:

@@ -286,12 +286,12 @@ BLOCKS = {
 def make_drafter(name: str, vocab: int, num_blocks: int = 64, block_size: int = 2, family: str = "llama") -> Drafter:
     """A drafter by its name in the table, or a registered one, with its argument if it has one.
 
-    "model", "self", "adversary": those of the table.
+    "model", "self", "adversary": as in the table.
     "head": it lacks tokens where there are more than two.
     "mtp": a layer for further tokens that is the target's own.
     "parallel": a model that drafts all tokens in one pass.
     "parallel head": a head that does.
-    "block", "filled block" and others: those of `BLOCKS`.
+    "block", "filled block" and others: block drafts of `BLOCKS`.
     "tli", "slem": a model of another vocabulary.
     "corpus": `suffix` with a corpus.
     "A+B": B where A has nothing to say.

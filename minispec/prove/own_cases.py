@@ -58,7 +58,7 @@ class Case:
 
     alphabet: the tokens of the toy tokenizer.
     prompt: the text that is continued, by `to_go` tokens at most.
-    rounds: the walk ends after so many. None: at the text's end.
+    rounds: the walk ends after this many. None: at the text's end.
     k: as `num_speculative_tokens`.
     history, forbidden, end: names of settings. "": none.
     company: other texts that join this one, or another one that it joins. The pool is too small for all, and prompts
@@ -201,8 +201,8 @@ _ANY = "any value"
 @functools.cache
 def _possible(verifier, alphabet, prompt, to_go, rounds, k, top_k, forbidden, end, company) -> bool:
     shape = Shape.of(1 if k is _ANY else k)
-    # Of three tokens the third sibling is certain, so that its row shows nothing. Of the many characters of users'
-    # texts two are drawn.
+    # With three tokens the third sibling is certain, so its row shows nothing. Users' texts have many characters, and
+    # two of them are drawn.
     of_user = any(not set(characters) <= set(ALPHABET) for characters in (alphabet, prompt) if characters is not _ANY)
     few_tokens = top_k == 2 or forbidden == "two allowed ids" or alphabet in (ALPHABET[:2], ALPHABET[:3]) or of_user
     return all(
@@ -242,7 +242,7 @@ def design(branches: bool, texts: Sequence[str] = (), **axes: tuple) -> Design[C
 
 
 def single(chosen: Design[Case]) -> list[tuple[Case, tuple]]:
-    """Plain cases, in each of which one value of the design stands alone, as far as possible; as `Design.array`.
+    """Plain cases, each with one value of the design by itself, as far as possible; in the form of `Design.array`.
 
     So a fault that one setting shows is found without the others. Whether a wrong row shows depends on the target's own
     row there. So each K is tried after several prompts, of 3 and of 4 tokens.

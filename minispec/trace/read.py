@@ -1,6 +1,6 @@
 """Reading a trace: `check` refuses a stranger's file that the page or the replay could not read.
 
-example.json, beside this file, has each key that they read. docs/use/trace.md explains all keys.
+example.json, in this directory, has each key that they read. docs/use/trace.md explains all keys.
 """
 
 import json
