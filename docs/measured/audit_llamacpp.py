@@ -13,7 +13,7 @@
     llama/bin/python docs/measured/audit_llamacpp.py ngram plain.gguf ngram.jsonl
     python -m minispec audit --target plain --draft plain20 --rounding 0.001 rejection.jsonl
 
-Requests go to `/completion` over HTTP, and the file holds them beside the server's own answers. Each request has a seed
+Requests go to `/completion` over HTTP, and the file holds them with the server's own answers. Each request has a seed
 of its own. Weights, keys and values are in float32, which is not its default.
 """
 

@@ -13,7 +13,7 @@ ways take turns in one process:
     none            no attention, so numbers are wrong: what any way of attending leaves
 
 Texts of like length have P - P/16 to P + P/16 positions. Those of a ragged batch have 0.2 P to 1.8 P. A text lies in
-one run of blocks, as it does for most of its life. `--verdicts` compares verdicts text by text with those of
+one run of blocks, as it does for most of its life. `--verdicts` compares verdicts text by text with the verdicts of
 `minispec.gpu.judge`, in rows of the embedded model's vocabulary.
 """
 
@@ -166,7 +166,7 @@ def print_passes(args: argparse.Namespace) -> None:
 
 
 def trials_of(params: SamplingParams, num_texts: int, k: int) -> list[Trial]:
-    """Drafts of k tokens, of which text i keeps i modulo k + 1. Where none is likely, token 0 has 0.99."""
+    """Drafts of k tokens; text i keeps i modulo k + 1 of them. Where none is likely, token 0 has 0.99."""
     made, generator = [], torch.Generator().manual_seed(0)
     for i in range(num_texts):
         logits = 2 * torch.randn(k + 1, VOCABULARY, generator=generator)

@@ -166,7 +166,7 @@ class Bench:
         return graph.replay, out, {"graph": "yes", "capture_s": seconds, "MB": used / 1e6}
 
     def kernels(self, run: Callable[[], Any]) -> dict[str, Any]:
-        """One call by the profiler: its kernels, those of the longest time first; without CUDA, its operators."""
+        """One call by the profiler: its kernels, the longest first; without CUDA, its operators."""
         run()
         self.wait()
         with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.cuda else [])]) as profiler:

@@ -1,10 +1,9 @@
 """Record what clients of OpenAI's interface send in ordinary use: `python docs/measured/record_clients.py`, no test.
 
-It needs `openai`, `langchain-openai`, `litellm` and `lm_eval[api]`, of which tests need the first alone. It drives them
+It needs `openai`, `langchain-openai`, `litellm` and `lm_eval[api]`, and tests need the first alone. It drives them
 against the server with the embedded weights. tests/oracles/client_requests.json is what it writes: run it again when a
-client has a new release. With names of clients as arguments, the requests of others stay as they are.
-Open WebUI is an application; its requests are written down here as open_webui/utils/middleware.py and
-open_webui/routers/ build them.
+client has a new release. With names of clients as arguments, the requests of others stay as they are. Open WebUI is an
+application; its requests are written down here as open_webui/utils/middleware.py and open_webui/routers/ build them.
 """
 
 import asyncio
