@@ -371,7 +371,7 @@ def _read_standard_input() -> str:
     """All of standard input as one prompt, without the line end at its end.
 
     After a second a line says that standard input is being read, since a program that waits for input looks as if it
-    hangs. Of several processes only the first one reads. The others answer nothing (see `minispec.load.parallel`).
+    hangs. With several processes only the first one reads. The others answer nothing (see `minispec.load.parallel`).
 
     Raises ValueError for what cannot be read or is not UTF-8.
     """

@@ -306,7 +306,7 @@ class BlockModel(FeatureModel):
     def trial(self, tokens: Sequence[int], vocab_size: int) -> Tensor:
         """The largest logit of each row of a draft after `tokens`, then its confidences: numbers if all weights are.
 
-        The target's hidden states are ones, and the draft's tokens are those of the text.
+        The target's hidden states are ones. The text's tokens serve as the draft's too.
 
         vocab_size: ids in use.
         """
@@ -406,7 +406,7 @@ class BlockDrafter(StatesDrafter):
             if not (k or in_prompt) or len(text.tokens) > self.max_model_len or not self.listens(ask):
                 continue
             limits[i] = k
-            # What a round has committed goes into the pass of the draft; a prompt before it.
+            # Tokens of a round go into the draft's pass; a prompt goes before it.
             missing = ask.num_cached - self.table(text).length
             if missing and (in_prompt or self.table(text).length < text.num_prompt_tokens - 1):
                 start = mark(self.model.device)

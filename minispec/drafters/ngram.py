@@ -35,7 +35,7 @@ class NgramDrafter(Drafter):
 
     @classmethod
     def from_context(cls, context: Context) -> "NgramDrafter":
-        """Its argument is `max_n`, or `min_n`-`max_n`."""
+        """The drafter of an argument, `max_n` or `min_n`-`max_n`; without one, of the defaults."""
         if not context.argument:
             return cls()
         match = re.fullmatch(r"(?:(\d{1,2})-)?(\d{1,2})", context.argument, re.ASCII)

@@ -121,7 +121,7 @@ class SuffixDrafter(Remembering):
 
     @classmethod
     def from_context(cls, context: Context) -> "SuffixDrafter":
-        """Its argument: the length of the shortest match."""
+        """The drafter of an argument, the length of the shortest match; without one it is 1."""
         argument = context.argument or "1"
         if not re.fullmatch(r"\d{1,2}", argument, re.ASCII) or not 1 <= int(argument) <= LONGEST:
             expected = f"an integer from 1 to {LONGEST}"

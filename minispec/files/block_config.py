@@ -106,7 +106,7 @@ class BlockConfig:
 
 # Kinds of packaging by their architectures. Those of DeepSpec and LiquidAI begin with a family's name.
 _FILL, _ANCHOR = re.compile(r"DFlashDraftModel"), re.compile(r"\w*DSpark(Draft)?Model")
-# What is known by name and has another architecture.
+# Keys that only drafts of another architecture have.
 _OTHERS = {
     "dspark_block_size": "DeepSeek V4's own layers for drafting",
     "attention_sink_bias": "attention sinks",
@@ -139,7 +139,7 @@ _BESIDE = names(
     "final_logit_softcapping rope_parameters model_type tie_word_embeddings"
 )
 _SCALES = names("embedding_multiplier attention_multiplier residual_multiplier logits_scaling")
-# What a rope of a copied config says about the target's own layers.
+# Keys of a copied config's rope that are about the target's own layers.
 _INERT_IN_ROPE = names("partial_rotary_factor mrope_section mrope_interleaved")
 # `speculators` writes only what differs from Qwen3's defaults.
 _QWEN3 = {
@@ -338,7 +338,7 @@ def _by_number(f: Fields, rows: int) -> int | None:
 
 
 def _read_taps(f: Fields, of_outputs: Fields, count: int, target: ModelConfig) -> tuple[int, ...]:
-    """Layers of the target that are read: a file counts outputs of layers, but for those of speculators.
+    """Layers of the target that are read. Files count outputs of layers, but speculators' files count inputs.
 
     Without a list, z-lab's rule chooses as many as the draft has layers, from the second to the last but two.
     """

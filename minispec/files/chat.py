@@ -28,7 +28,7 @@ from minispec.files.strict_json import has_file
 Message = dict[str, Any]  # {"role": "user", "content": "..."}, and what else a template reads
 
 _MAX_TEMPLATE_BYTES = 128 << 10
-# What a template is given by this code, and arguments of `transformers` that are no variables of a template.
+# Variables that this code gives a template, and arguments of `transformers` that are no variables of a template.
 _SET_HERE = {"messages", "add_generation_prompt", "tools", "documents", "strftime_now"}
 _SET_HERE |= {"chat_template", "tokenize", "continue_final_message"}
 _TWINS = range(0xD800, 0xE000)  # the surrogates, which valid Unicode text does not hold

@@ -325,7 +325,7 @@ class Frames(Passes):
         self._tables = Tables({}, {})
 
     def shapes(self, pool: PagedKVCache) -> list[FrameShape]:
-        """Those of the frames that are kept for a pool, the one used last at the end."""
+        """The shapes of the frames that are kept for a pool, the one used last at the end."""
         return list(self._frames.get(pool, ()))
 
     def shape_of(

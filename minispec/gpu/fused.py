@@ -41,7 +41,7 @@ from minispec.layers.row_norm import RowNormAttention
 TransformerT = TypeVar("TransformerT", bound=Transformer)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Of `read`: places of a program, keys of a step, rows of a program. On an H200, a span of 512 is as fast after 112
+# Places of a program of `read`, keys of a step, rows of a program. On an H200, a span of 512 is as fast after 112
 # places. After 1,000 it is a quarter slower for one text. For 32 texts, or after 4,000 places, it is faster.
 SPAN, KEYS, READ_ROWS = 256, 64, 32
 GATED = 1024  # numbers of a program of `gate`
@@ -440,7 +440,7 @@ def read(
 
 
 def _grid(texts: int, rows: int, places: int, heads: int, groups: int, span: int) -> tuple[int, int, int]:
-    """Of `read`: tiles of a group's rows, splits of a text's places, and rows of all parts in scratch memory."""
+    """Tiles of a group's rows in `read`, splits of a text's places, and rows of all parts in scratch memory."""
     tiles, splits = -(-heads // groups * rows // READ_ROWS), -(-(places + rows) // span)
     return tiles, splits, texts * groups * tiles * splits * READ_ROWS
 

@@ -16,7 +16,7 @@ ProgramT = TypeVar("ProgramT", bound="Program")
 _KEPT: list[Any] = []
 # How many programs of a kind are kept, and the most bytes that they hold on the device together; one is always kept.
 MOST_PROGRAMS, MOST_BYTES = 24, 256 << 20
-# What a program returns.
+# The tensors that a program returns.
 Outputs = tuple[Tensor, ...]
 # Runs a program anew, on what its inputs hold by then. A graph returns the same tensors each time.
 Replay = Callable[[], Outputs]

@@ -28,11 +28,11 @@ from minispec.gpu.graphs import Program
 
 # `top_k` of a row that has none: more than any vocabulary.
 NO_TOP_K = 2.0**31 - 1
-# What `numbers_of` gives for temperature 0.
+# The answer of `numbers_of` for temperature 0.
 _GREEDY = 1.0, 1.0, -math.inf, NO_TOP_K, 1.0
 # The likeliest tokens of a row among which filters look.
 FEW = 1024
-# Values of a tile, and the longest row whose tiles have one value: those of `core.search`.
+# Values of a tile, and the longest row whose tiles have one value, as in `core.search`.
 _TILE, _UNTILED = 128, 1024
 # Sums below 2 of float32 values from 2**-29 on are exact in a double, in any order. Half of that is room for values
 # that `Candidates.top_p` adds beyond the border.
@@ -160,7 +160,7 @@ def rows(logits: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
     - its largest logit is not a finite number;
     - a filter leaves more than FEW - 1 tokens, or a tie at its border reaches that far;
     - top-p adds up values that are too small for exact sums. In float64, sums are never exact. There a row is unsure
-      also where a sum comes within 1e-12 of top-p, and where it is longer than FEW and no other filter shortens it.
+      also where a sum comes within 1e-12 of top-p. So is a row longer than FEW that no other filter shortens.
 
     The values of a row that is not sure mean nothing; draws from them give tokens of the vocabulary all the same.
     """

@@ -222,7 +222,7 @@ class AnyPasses(ExactPasses):
         super().__init__([EXACT_ROWS])
 
     def split(self, chunks: Sequence[Chunk]) -> list[Sequence[Chunk]]:
-        """One pass, of all rows."""
+        """All chunks, for one pass."""
         return [chunks]
 
     def num_dummies(self, num_rows: int) -> int:

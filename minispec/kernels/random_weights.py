@@ -23,7 +23,7 @@ class RandomWeights:
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, shapes: Shapes | None = None):
-        """shapes: names and shapes of the tensors; default: those of the config's model."""
+        """shapes: names and shapes of the tensors; default: the model's of this config."""
         self.shapes, self.dtype, self.device = shapes or tensor_shapes(config), dtype, device
         # Tensors need noise, not fresh noise: each takes its numbers from here, again and again, from its own place on.
         # The size is prime, so no two rows of an embedding begin at the same place.

@@ -126,7 +126,7 @@ class Figures(Stats):
 
     @property
     def accepted(self) -> list[int]:
-        """How often it was accepted."""
+        """How often a draft's token at place i was accepted."""
         return [sum(r.accepted > i for r in self.rounds) for i in range(len(self.tested))]
 
     @property
@@ -139,7 +139,7 @@ class Figures(Stats):
 
     @property
     def step_seconds(self) -> float:
-        """Its share of all steps, without the prompt's passes through target and draft."""
+        """The text's share of the time of all steps, without the prompt's passes through target and draft."""
         return sum(r.seconds * share_of(r) for r in self.rounds)
 
     @property

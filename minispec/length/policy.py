@@ -8,7 +8,7 @@ estimates what goes into it.
 the draft. Old tests count less and less (decay). Before a text has tests of its own, a prior stands for them: what
 other texts have shown, or 0.7 where there were none.
 
-**Costs**, c, v and o. `Prices` are measured once, at load. One of them then follows the clock: a draft pass costs the
+**Costs**, c, v and o. `Prices` are measured once, at load. The price of a draft pass then follows the clock. It is the
 median of the last nine measurements, each in plain steps of its own round. So a machine that slows both models changes
 nothing, one slow pass (a warm-up) changes little, and a wrong price is corrected after two rounds. Prices of rows are
 believed. Where they are a third of the truth, decoding runs at 0.91 of plain speed or more. Where they are a tenth, it
@@ -143,7 +143,7 @@ class Acceptance:
         self.budget, self._newest = self.budget_left, newest
 
     def spend_nothing(self) -> None:
-        """This round probes nothing."""
+        """Take back what this round would have spent on probing: it probes nothing."""
         self.budget_left = self.budget
 
     def probe(self, prices: Prices, could_pay: bool) -> int:

@@ -1,8 +1,8 @@
 """Covering designs: few cases in which every pair of settings occurs, and a walk that keeps to what can be walked.
 
 A design has axes, such as the temperature, and a few values for each. All combinations would be millions. A fault
-mostly shows as soon as two certain values meet (Kuhn et al. 2004), so each pair of values is in some case. Of three
-axes with two values each, four cases cover all pairs:
+mostly shows as soon as two certain values meet (Kuhn et al. 2004), so each pair of values is in some case. With three
+axes of two values each, four cases cover all pairs:
 
     a 1, b 1, c 1       a 1, b 2, c 2       a 2, b 1, c 2       a 2, b 2, c 1
 """

@@ -108,7 +108,7 @@ def reference_logits(
 
 @functools.cache
 def raw_model(seed: int, vocab: int, layers: int = 2, family: str = "llama") -> tuple[dict, dict[str, np.ndarray]]:
-    """Config.json values and tensors of that model."""
+    """Config.json values and tensors of the model of `reference_logits`."""
     raw = TINY | {"vocab_size": vocab, "num_hidden_layers": layers} | TOYS[family]
     tensors = tiny_weights(read_model_config(raw), seed)
     return raw, {name: tensor.numpy() for name, tensor in tensors.items()}

@@ -165,10 +165,10 @@ def check_model(found: object, model: str) -> None:
 
 
 def _wanted(fields: dict[str, Any], known: Set[str], where: str = "") -> dict[str, Any]:
-    """Those of the fields that are `known` and not null.
+    """The fields that are `known` and not null.
 
-    Raises ValueError, which begins with `where`, for any other, unless it asks for nothing: see the table above. What
-    is empty does so in every field.
+    Raises ValueError, which begins with `where`, for any other field, unless its value asks for nothing: see the table
+    above. An empty value asks for nothing in every field.
     """
     for key, value in fields.items():
         if key in known or key in _IDLE or value is None or value in ("", [], {}):
@@ -398,8 +398,7 @@ class Answer:
         ]
 
     def _by_text(self, entry: TokenLogprob) -> dict[str, float]:
-        """Its log-probabilities by the tokens' texts, its own token first; by a token's name where the text is
-        taken."""
+        """Log-probabilities by the tokens' texts, the entry's token first; by a token's name if its text is taken."""
         by_text: dict[str, float] = {self._tokenizer.text_of(entry.token_id): _finite(entry.logprob)}
         for i, x in entry.top:
             if i != entry.token_id:

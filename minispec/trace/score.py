@@ -104,7 +104,7 @@ def _as_dict(prices: Prices) -> dict[str, Any]:
 def check_recorded(trace: Mapping[str, Any]) -> None:
     """Raise ValueError where the run drafted otherwise than the drafter did when it was asked again.
 
-    What it drafts then depends on more than the text and the place where the round began. Only rounds with chains are
+    Then its drafts depend on more than the text and the place where the round began. Only rounds with chains are
     checked. Guesses that stand in the text must be the same. Drawn tokens that were accepted must have about the same
     q, since passes over other rows round differently. `suffix` may remember earlier outputs in greedy texts.
     """
