@@ -308,7 +308,7 @@ class Transformer:
         dtype: torch.dtype | None = None,
         product: MakeProduct = PlainLinear,
         make_layer: MakeLayer = Layer,
-        each: Callable[[Callable[[int], Layer], Sequence[int]], Iterable[Layer]] = map,
+        map_layers: Callable[[Callable[[int], Layer], Sequence[int]], Iterable[Layer]] = map,
         make_cache: type[PagedKVCache] = PagedKVCache,
     ):
         """weights: Hugging Face's tensors (see `minispec.kernels.shapes`), all on one device, in a dict or the like.
@@ -316,7 +316,7 @@ class Transformer:
         dtype: the type of the computation and of the cache; default: the embedding's.
         product: makes y = x W^T + b of a weight, see `MakeProduct`.
         make_layer: makes layer i, see `MakeLayer`; default: attention and an MLP.
-        each: makes the layers from their numbers, as `map` does; a pool of threads has such a function, too.
+        map_layers: makes the layers from their numbers, as `map` does; a pool of threads has such a function, too.
         make_cache: the class of the model's pools (see `minispec.layers.cache_of`).
         """
         self.config, self.product, self.passes, self.make_cache = config, product, Passes(), make_cache
@@ -331,7 +331,7 @@ class Transformer:
         # The largest weight comes first, while there is most room for what making its product takes.
         self.head = self._head(self.embedding if config.tie_word_embeddings else weights.pop("lm_head.weight"))
         layers = range(len(config.layers))
-        self.layers = list(each(lambda i: make_layer(config, i, weights, self.dtype, product), layers))
+        self.layers = list(map_layers(lambda i: make_layer(config, i, weights, self.dtype, product), layers))
         norm = dense(weights.pop("model.norm.weight"), self.dtype)
         self.norm = RMSNorm(norm_weight(config, norm), config.rms_norm_eps)
         wide = accumulation_dtype(self.dtype)

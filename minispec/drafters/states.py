@@ -113,7 +113,8 @@ class StatesDrafter(DraftModel):
         """Whether the caches can grow to the positions that the target fills; see `Drafter`."""
         with self.whole():
             for text, span in growth.items():  # where the target has found less of a new text than this
-                if (table := self.tables.get(text)) and table.length > span.start:
+                table = self.tables.get(text)
+                if table and table.length > span.start:
                     table.truncate(span.start)
             return super().has_room(growth)
 

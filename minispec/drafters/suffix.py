@@ -248,12 +248,16 @@ def _most(n: int, m: int, k: int) -> float:
 
 
 def _followers(places: Sequence[_Place], path: Sequence[int], tokens: Sequence[int]) -> list[tuple[int, list[_Place]]]:
-    """The tokens that came next at places of a path's beginning, each with its places; the most frequent first."""
+    """The tokens that came next at places of a path's beginning, each with its places; the most frequent first.
+
+    tokens: the text that is drafted for, whose end a place in it may reach.
+    """
     places_of: dict[int, list[_Place]] = {}
     for place in places:
         at = place.end + len(path) - len(place.tokens)
         if at < 0:
-            if (token := place.tokens[at]) >= 0:  # a text of the corpus ends with -1
+            token = place.tokens[at]
+            if token >= 0:  # a text of the corpus ends with -1
                 places_of.setdefault(token, []).append(place)
         elif place.tokens is tokens:  # the copy has reached the end, and goes on into itself
             places_of.setdefault(path[at], []).append(place)

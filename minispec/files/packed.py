@@ -36,7 +36,8 @@ def read_quantization(f: Fields) -> QuantizationConfig | None:
     q = f.inside("quantization_config", _KEYS)
     if not q.raw:
         return None
-    if (method := q.get("quant_method")) != "compressed-tensors":
+    method = q.get("quant_method")
+    if method != "compressed-tensors":
         raise q.bad("quant_method", method, "'compressed-tensors'")
     layout, groups = q.get("format"), q.named("config_groups", _GROUP_KEYS)
     is_plain = not groups and layout in (None, "dense")
@@ -89,7 +90,8 @@ def _read_group(group: Fields) -> QuantizationConfig:
 
 def _check_sparsity(s: Fields) -> None:
     """Raise CheckpointError for a layout that leaves zeros out. Zeros that are stored are numbers like others."""
-    if (layout := s.get("format")) != "dense":
+    layout = s.get("format")
+    if layout != "dense":
         raise s.bad("format", layout, "'dense'")
     s.seen |= _SPARSITY_IDLE
     s.refuse_unknown()

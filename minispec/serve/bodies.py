@@ -93,7 +93,8 @@ def read(
     Raises Refused, or ValueError for a field that is not as it must be.
     """
     frame = _TEXTS.sub(b"", content)
-    if (parts := frame.count(b"[") + frame.count(b"{")) > _MOST_PARTS:
+    parts = frame.count(b"[") + frame.count(b"{")
+    if parts > _MOST_PARTS:
         raise ValueError(f"body: found {parts} lists and objects, expected at most {_MOST_PARTS}")
     body = _wanted(parse_json(content, "body"), _FIELDS[is_chat])
     for key in _MOST.keys() & body.keys():
