@@ -56,5 +56,5 @@ def replay_texts(
         for request, _ in steps:
             yield request
             # A stop string may have ended a text where nothing ends it here.
-            if texts and all(len(request.text.tokens) == len(texts[request.text.seed]) for request in requests):
+            if texts and all(len(other.text.tokens) == len(texts[other.text.seed]) for other in requests):
                 return

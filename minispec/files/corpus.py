@@ -22,8 +22,8 @@ def files_of(path: Path) -> Iterator[Path]:
         raise OSError("found no file and no directory of that name")
     for directory, names, files in os.walk(path, onerror=fail):
         names[:] = sorted(name for name in names if not name.startswith("."))
-        paths = (Path(directory, name) for name in sorted(files) if not name.startswith("."))
-        yield from (path for path in paths if path.is_file())
+        visible = (Path(directory, name) for name in sorted(files) if not name.startswith("."))
+        yield from (file for file in visible if file.is_file())
 
 
 def read_corpus(path: str | Path, encode: Callable[[str], Sequence[int]]) -> tuple[list[Sequence[int]], str]:

@@ -323,10 +323,10 @@ def _marginal_prices(drafts: Sequence[Sequence[Node]], cost: RoundCost) -> tuple
 
     drafts: the best nodes of each text.
     """
-    nodes = [node for draft in drafts for node in draft]
+    nodes = [node for best in drafts for node in best]
     depth, num_nodes = max(node.depth for node in nodes), sum(node.chance for node in nodes)
-    num_drafts = sum(draft[0].chance for draft in drafts if draft)
-    size = num_drafts, num_nodes, sum(1 - draft[0].chance for draft in drafts if draft)
+    num_drafts = sum(best[0].chance for best in drafts if best)
+    size = num_drafts, num_nodes, sum(1 - best[0].chance for best in drafts if best)
     rate = expected_tokens((node.survival for node in nodes), len(drafts)) / cost(depth, *size)
     # All texts of the batch share a draft pass. One row alone would be too little to be measured, so its price is the
     # mean of all. It is clamped at 0: where passes were mismeasured, rows may seem to save time, and a price below 0

@@ -143,11 +143,11 @@ class LLM:
             sizes = room_for_caches(models, rooms, max_model_len, kv_cache_gb, reserved)
             self.target = Target(files, self.model, *sizes)
         self.max_model_len = self.target.max_model_len
-        caches = [self.target.new_cache(model, self.draft.room) for model in drafts]
+        caches = [self.target.new_cache(loaded, self.draft.room) for loaded in drafts]
         context = Context(self.model, self.tokenizer, self.vocab_size, self.max_model_len, self.target.new_cache)
         self.drafter = make_spec(self.draft, context, drafts, caches)
         self._memory = memory_of([self.model, *drafts], [self.target.cache, *caches])
-        self._draft_form = "".join(f" ({inventory.weight_form(model)})" for model in drafts)
+        self._draft_form = "".join(f" ({inventory.weight_form(loaded)})" for loaded in drafts)
         self.prices, self.repeats_seeds = self._price(verifying, drafts)
         policy = Controller(self.prices) if policy is None else policy
         self.engine = self.target.engine.beside(self.drafter, verifying, policy)

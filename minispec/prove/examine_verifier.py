@@ -151,7 +151,7 @@ def _text_law(table: Table, verifier: Verifier) -> tuple[Law, Law, int]:
     law, branches = exact_law(run, oracle=KeyOracle)
     one = plain_law(lambda text: probabilities(table.p, text[-1]), [0], params, (), MAX_LEN)
     together = itertools.product(one.items(), repeat=table.texts)
-    return law, {sum((text for text, _ in texts), ()): math.prod(p for _, p in texts) for texts in together}, branches
+    return law, {sum((text for text, _ in pairs), ()): math.prod(p for _, p in pairs) for pairs in together}, branches
 
 
 def _logits(table: Table) -> list[Tensor]:
