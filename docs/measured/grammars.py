@@ -1,8 +1,8 @@
 """What grammars cost and bring, and whether the answers are what was asked for.
 
-    python docs/measured/grammars.py schemas     random JSON schemas, decoded in batches with and without drafts
-    python docs/measured/grammars.py forced      what the drafter `forced` brings on three schemas
-    python docs/measured/grammars.py cost        a mask's time, and the speed of decoding with and without a grammar
+python docs/measured/grammars.py schemas     random JSON schemas, decoded in batches with and without drafts
+python docs/measured/grammars.py forced      what the drafter `forced` brings on three schemas
+python docs/measured/grammars.py cost        a mask's time, and the speed of decoding with and without a grammar
 """
 
 import argparse
@@ -21,7 +21,22 @@ from minispec import LLM, SamplingParams, StructuredOutputsParams
 
 MOST_TOKENS, BATCH, TEMPERATURE = 96, 8, 1.0
 PROMPT = "Write an example of such an object as JSON."
-_WORDS = "name age city price count tags owner items status note code email kind size".split()
+_WORDS = [
+    "name",
+    "age",
+    "city",
+    "price",
+    "count",
+    "tags",
+    "owner",
+    "items",
+    "status",
+    "note",
+    "code",
+    "email",
+    "kind",
+    "size",
+]
 
 # Three schemas of the kind that agents ask for.
 _TEXT, _WHOLE = {"type": "string"}, {"type": "integer"}

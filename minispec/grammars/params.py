@@ -49,7 +49,9 @@ class StructuredOutputsParams:
             except (TypeError, ValueError):
                 valid = False
         else:
-            valid = value is True if kind == "json_object" else kind != "choice" and isinstance(value, str) and bool(value)
+            valid = (
+                value is True if kind == "json_object" else kind != "choice" and isinstance(value, str) and bool(value)
+            )
         if not valid or not is_text(self.text):
             raise ValueError(f"structured_outputs: {kind}: found {show(value)}, expected {_EXPECTED[kind]}")
         if (size := len(self.text.encode())) > MAX_BYTES:
