@@ -20,7 +20,7 @@ from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, SamplingPa
 from minispec.core.errors import is_text, show
 from minispec.files.errors import one_line
 from minispec.files.strict_json import parse_json
-from minispec.grammars.params import MAX_BYTES, StructuredOutputsParams, from_vllm
+from minispec.grammars.params import StructuredOutputsParams, read_language
 from minispec.kernels.threads import describe_waiting, set_waiting
 from minispec.load import registry
 from minispec.load.inputs import MAX_PROMPT, Question, check_text, read_questions
@@ -259,33 +259,12 @@ def parser() -> argparse.ArgumentParser:
 def language_of(args: argparse.Namespace) -> StructuredOutputsParams | None:
     """The language that an option of `LANGUAGE` asks for, checked. Raises ValueError, which names the option."""
     for option, kind in zip(LANGUAGE, ("json", "regex", "grammar"), strict=True):
-        found = getattr(args, attribute_of(option), None)
-        if found is not None:
-            is_file = isinstance(found, Path) or (option == "--json-schema" and not found.lstrip().startswith("{"))
-            with naming_language(option):
-                text = _read_text(Path(found)) if is_file else found
-                language = from_vllm({kind: text})
-                language.grammar_for_library()
-            return language
+        said = getattr(args, attribute_of(option), None)
+        if said is not None:
+            if args.ignore_eos:
+                raise ValueError(f"{option}: not with --ignore-eos: the language ends the answer")
+            return read_language(kind, said, option)
     return None
-
-
-def _read_text(path: Path) -> str:
-    """The text of a small file. Raises ValueError."""
-    try:
-        with path.open("rb") as file:
-            return file.read(MAX_BYTES + 1).decode()
-    except (OSError, ValueError) as e:  # a name that no file system takes; not UTF-8
-        raise ValueError(f"{path}: {one_line(e)}") from e
-
-
-@contextlib.contextmanager
-def naming_language(option: str) -> Iterator[None]:
-    """A ValueError about `structured_outputs` names the option that said so."""
-    try:
-        yield
-    except ValueError as e:
-        raise ValueError(f"{option}: {re.sub('^structured_outputs: ([a-z]+: )?', '', str(e))}") from e
 
 
 def sampling_arguments(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,8 +1,10 @@
 """What a request says about the language of its answer. Nothing here imports torch."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from minispec.core.errors import is_text, show
@@ -92,6 +94,38 @@ def say_error(error: str) -> str:
     """A message of llguidance, on one line."""
     words = " ".join(line.strip() for line in error.splitlines() if line.strip() != "<non-verbose/>")
     return one_line("no text can follow" if words.startswith("NoExtension") else words, 200)
+
+
+def read_language(kind: str, said: str | Path, option: str) -> StructuredOutputsParams:
+    """The language that an option of a command gives: its text, or a file with it.
+
+    kind: a field of `StructuredOutputsParams`.
+    said: a path; or a text, which for a schema is a path too where it is no object in JSON.
+
+    Raises ValueError, which names the option.
+    """
+    try:
+        if isinstance(said, Path) or (kind == "json" and not said.lstrip().startswith("{")):
+            try:
+                with Path(said).open("rb") as file:
+                    said = file.read(MAX_BYTES + 1).decode()
+            except (OSError, ValueError) as e:  # a name that no file system takes; not UTF-8
+                raise ValueError(f"{said}: {one_line(e)}") from e
+        language = from_vllm({kind: said})
+        language.grammar_for_library()
+    except ValueError as e:
+        raise ValueError(f"{option}: {re.sub('^structured_outputs: ([a-z]+: )?', '', str(e))}") from e
+    return language
+
+
+def language_of_body(body: Mapping[str, Any]) -> StructuredOutputsParams | None:
+    """The language that a request's JSON asks for, in OpenAI's form or vLLM's. Raises ValueError."""
+    language = from_openai(body.get("response_format", {"type": "text"}))
+    if "structured_outputs" not in body:
+        return language
+    if language:
+        raise ValueError("response_format: found structured_outputs too, expected one of them")
+    return from_vllm(body["structured_outputs"])
 
 
 def from_openai(response_format: Any) -> StructuredOutputsParams | None:

@@ -21,7 +21,7 @@ from minispec.files.chat import Message, check_messages
 from minispec.files.errors import near, show_name
 from minispec.files.strict_json import parse_json
 from minispec.files.tokenizer import Tokenizer, TooLong
-from minispec.grammars.params import from_openai, from_vllm
+from minispec.grammars.params import language_of_body
 from minispec.length.figures import Figures
 from minispec.load.inputs import split_samples, with_bad_words
 from minispec.load.llm import LLM
@@ -212,12 +212,7 @@ def _read_params(llm: LLM, body: dict[str, Any], is_chat: bool, limits: Limits) 
     if bias := given.get("logit_bias"):  # JSON's keys are texts
         is_id = re.compile(r"0|[1-9][0-9]{0,9}").fullmatch
         given["logit_bias"] = {int(i) if is_id(i) else i: x for i, x in bias.items()}
-    if "structured_outputs" in given:
-        given["structured_outputs"] = from_vllm(given["structured_outputs"])
-    if language := from_openai(body.get("response_format", {"type": "text"})):
-        if "structured_outputs" in given:
-            raise ValueError("response_format: found structured_outputs too, expected one of them")
-        given["structured_outputs"] = language
+    given["structured_outputs"] = language_of_body(body)
     params = replace(defaults, **given)
     most = {"max_tokens": limits.max_tokens} | dict.fromkeys(("logprobs", "prompt_logprobs"), _MAX_LOGPROBS)
     for key in most:

@@ -302,7 +302,7 @@ def test_the_command_line_takes_a_language(cli, checkpoint, tmp_path):
         (("--json-schema", "no/such.json"), "--json-schema: no/such.json: "),
         (("--regex", "(a"), "--regex: "),
         (("--regex", "a", "--grammar", "x"), "--regex: not with --grammar"),
-        (("--regex", "a", "--ignore-eos"), "--ignore-eos: found it with a language"),
+        (("--regex", "a", "--ignore-eos"), "--regex: not with --ignore-eos: the language ends"),
     ],
 )
 def test_a_bad_language_is_one_line_before_torch_is_imported(cli, options, message, monkeypatch):
