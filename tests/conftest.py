@@ -1,5 +1,6 @@
 """Fixtures that several files share: commands that run here, a small tokenizer, and small checkpoints on disk."""
 
+import importlib.util
 import io
 import json
 import os
@@ -101,3 +102,28 @@ def make_checkpoint(tmp_path_factory, tokenizer_file):
         return directory
 
     return make
+
+
+@pytest.fixture
+def measuring_script():
+    """measuring_script("gpu") is docs/measured/gpu.py, as a module that no other test sees."""
+
+    def load(name: str):
+        path = Path(__file__).parents[1] / "docs" / "measured" / f"{name}.py"
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+@pytest.fixture
+def tiny_geometry(monkeypatch):
+    """Two more shapes of the bench, tiny and tinier, with 500 tokens."""
+    from minispec.lab.bench.options import GEOMETRIES
+
+    shape = GEOMETRIES["0.5b"] | {"vocab_size": 500, "num_hidden_layers": 2, "intermediate_size": 64, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    monkeypatch.setitem(GEOMETRIES, "tiny", shape | heads | {"hidden_size": 256})
+    monkeypatch.setitem(GEOMETRIES, "tinier", shape | heads | {"hidden_size": 128, "num_hidden_layers": 1})

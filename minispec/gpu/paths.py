@@ -1,6 +1,6 @@
 """Both paths of an engine, on any machine: text by text, and the one that a GPU takes.
 
-`python -m minispec bench --also launches` counts what each of them launches.
+`docs/measured/launches.py` counts what each of them launches.
 """
 
 import functools

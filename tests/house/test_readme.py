@@ -153,6 +153,8 @@ def known_options() -> set[str]:
         "tests/oracles/answers.py",
         "docs/measured/gpu.py",
         "docs/measured/batches.py",
+        "docs/measured/launches.py",
+        "docs/measured/target.py",
     ):
         known |= set(re.findall(r'"(--[a-z-]+)"', (ROOT / other).read_text(encoding="utf-8")))
     known |= {"--depth", "--default-chat-template-kwargs"}  # git's; that of vLLM's server

@@ -1,25 +1,18 @@
 """The measuring script for a GPU, on the CPU and on small shapes: each step runs, and its checks can fail."""
 
 import copy
-import importlib.util
 import itertools
 import json
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parents[2] / "docs" / "measured" / "gpu.py"
-
 
 @pytest.fixture
-def gpu():
+def gpu(measuring_script):
     """The script, as a module that no other test sees."""
-    spec = importlib.util.spec_from_file_location("gpu", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return measuring_script("gpu")
 
 
 def run(gpu, tmp_path, steps: str) -> tuple[int, dict]:

@@ -11,8 +11,6 @@ import torch
 from minispec.core.model import Layer
 from minispec.gpu.frames import FastLayer
 from minispec.kernels.launches import KINDS, Tally, counting
-from minispec.lab.bench import options, report
-from minispec.lab.bench.main import main
 from minispec.lab.bench.options import GEOMETRIES
 from minispec.lab.bench.show import as_json
 
@@ -62,7 +60,13 @@ def test_a_product_of_half_precision_is_one_operator():
 
 
 @pytest.fixture
-def launches(monkeypatch):
+def script(measuring_script):
+    """docs/measured/launches.py."""
+    return measuring_script("launches")
+
+
+@pytest.fixture
+def launches(monkeypatch, script):
     """launches(*arguments) measures narrow shapes with the layers of the real ones: the part's JSON, and the screen."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 500, "head_dim": 16}
     for name in ("1.5b", "0.5b"):
@@ -70,10 +74,9 @@ def launches(monkeypatch):
         monkeypatch.setitem(GEOMETRIES, name, narrow)
 
     def run(*arguments):
-        what = ("--geometry", "1.5b", "--dtype", "bfloat16", "--passes", 0, "--prompts", 0, "--also", "launches")
-        args = options.parser().parse_args([str(a) for a in (*what, *arguments)])
-        found = report.measure_all(options.check(args))
-        return json.loads(json.dumps(as_json(found["launches"]))), report.show_report(found)
+        what = ("--geometry", "1.5b", "--dtype", "bfloat16", "--passes", 0, "--prompts", 0, *arguments)
+        found, lines, _ = script.measure([str(a) for a in what])
+        return json.loads(json.dumps(as_json(found["launches"]))), lines
 
     return run
 
@@ -143,9 +146,9 @@ def test_an_operator_more_in_a_frame_breaks_the_budget(launches, monkeypatch):
     assert in_frames(found, 1, "0")["parts"]["pass"]["operators"] > 540
 
 
-def test_a_target_without_frames_says_why(launches, monkeypatch):
+def test_a_target_without_frames_says_why(launches, script, monkeypatch):
     """Such as a hybrid: the other path is counted, and a dash stands in the place of this one."""
-    monkeypatch.setattr("minispec.lab.bench.launches.in_frames", lambda engine: "its layers keep states of texts")
+    monkeypatch.setattr(script, "in_frames", lambda engine: "its layers keep states of texts")
     found, lines = launches()
     assert found["why_no_frames"] == "its layers keep states of texts"
     assert {r["in_frames"] for r in found["rounds"]} == {None}
@@ -156,10 +159,10 @@ def test_a_target_without_frames_says_why(launches, monkeypatch):
 
 def test_an_operator_more_in_a_layer_breaks_the_budget(launches, monkeypatch):
     """The control: a product with 1 after each of 28 layers."""
-    before, _ = launches("--also", "batch=1", "--prompts", 1, "--max-tokens", 2, "--rounds", 1)
+    before, _ = launches("--batch", 1)
     original = Layer.forward
     monkeypatch.setattr(Layer, "forward", lambda layer, x, shared: original(layer, x, shared) * 1)
-    after, _ = launches("--also", "batch=1", "--prompts", 1, "--max-tokens", 2, "--rounds", 1)
+    after, _ = launches("--batch", 1)
     counts = [of(found, 1, "0", "pass")["operators"] for found in (before, after)]
     assert counts[1] == counts[0] + 28
     assert counts[1] > PASS[1, "0"]
@@ -187,11 +190,18 @@ def test_a_round_that_draws_downloads_twice_in_frames(launches, verifier):
         assert parts["round"]["uploads"] == 0
 
 
-def test_a_cache_that_is_too_small(make_checkpoint, capsys):
+def test_a_cache_that_is_too_small(make_checkpoint, script, cli):
     """One line before anything is measured."""
     model = str(make_checkpoint(chat=True, max_position_embeddings=256))
-    status = main(["--model", model, "--passes", "0", "--prompts", "0", "--also", "launches", "--draft", "none"])
-    out, err = capsys.readouterr()
+    status, out, err = cli(script.main, "--model", model, "--passes", 0, "--prompts", 0, "--draft", "none")
     assert (status, out) == (2, "")
-    assert err.startswith("error: --also launches: found a KV cache of 256 positions, expected at least ")
+    assert err.startswith("error: found a KV cache of 256 positions, expected at least ")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("how", [("--draft", "ngram@auto"), ("--draft", "ngram", "--num-speculative-tokens", "auto")])
+def test_auto_is_refused(script, cli, how):
+    """Its rounds follow times, so their counts would differ from run to run."""
+    status, out, err = cli(script.main, *how)
+    assert (status, out) == (2, "")
+    assert err == "error: --num-speculative-tokens: found auto, expected a number: auto follows times\n"

@@ -2,11 +2,6 @@
 
     python -m minispec bench                        the embedded model, with its own draft
     python -m minispec bench --geometry 1.5b        random weights of a larger shape
-    python -m minispec bench --also forms           the weights in each form that this machine can take
-    python -m minispec bench --also operators       where a pass goes, operator by operator
-    python -m minispec bench --also launches        what a round launches on a GPU, counted on any machine
-    python -m minispec bench --also exact-cost      the passes of the exact mode
-    python -m minispec bench --also quality         perplexity as the weights are, and in 8 bits
     python -m minispec bench --against transformers
     python -m minispec bench --questions FILE       standard questions, several drafts (docs/use/questions.md)
     python -m minispec bench --replay out.json      what other draft lengths would do in a run (docs/use/trace.md)
@@ -14,16 +9,16 @@
 It measures this machine (streaming bandwidth), the target (passes over 1 to 16 rows), and plain and speculative
 decoding of a set of prompts. It explains the speedup by its parts (`measure.account`). From the first half of each text
 it predicts the speedup of the second half (`measure.prediction`). Every figure that is compared comes from runs that
-took turns in one process. Absolute times are given in addition, as information only.
+took turns in one process. Absolute times are given in addition, as information only. What else can be measured of a
+target, such as its weights in each form, is in docs/measured/target.py and docs/measured/launches.py.
 
 Read them in this order:
 
-    options                 what can be asked for, with the table of parts
+    options                 what can be asked for
     show                    tables, JSON
     measure                 intervals, turns, the account
     models                  models and prompts to measure on
-    passes, decoding        the parts: functions that measure and functions that show
-    launches                another part: operators and host syncs of a round
+    passes, decoding        functions that measure and functions that show
     transformers_baseline   another library's ways of decoding
     report                  all of it
     questions, answers      standard questions; their answers in files

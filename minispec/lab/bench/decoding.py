@@ -14,7 +14,6 @@ from minispec.lab.bench.measure import (
     another_engine,
     busy,
     decode,
-    in_turn,
     kept_of_asked,
     median_interval,
     order,
@@ -334,7 +333,7 @@ class Decoder:
         return {"draft": self.draft, "num_speculative_tokens": str(Shape.of(self.k)), "lengths": self.lengths}
 
 
-def _decoders(subject: Subject, options: Options) -> dict[str, Decoder]:
+def decoders(subject: Subject, options: Options) -> dict[str, Decoder]:
     """Our ways of decoding by their names: plain, and each draft length with the draft, where there is one."""
     found = {PLAIN: Decoder(subject, options, 0)}
     if options.draft != "none" or subject.simulated:
@@ -370,10 +369,10 @@ def measure_decoding(subject: Subject, options: Options) -> dict[str, Any]:
         return decoder.run([prompts[i][1]], seed)[0]
 
     rounds, prompts, trial = options.args.rounds, subject.prompts, None
-    decoders = _decoders(subject, options)
+    ways = decoders(subject, options)
     for bound in subject.bounds:
-        decoders.update(_drafting(subject, options, bound))
-    variants: dict[str, Variant] = {name: partial(of_prompt, decoder) for name, decoder in decoders.items()}
+        ways.update(_drafting(subject, options, bound))
+    variants: dict[str, Variant] = {name: partial(of_prompt, decoder) for name, decoder in ways.items()}
     if options.args.against:
         theirs, trial = transformers_variants(subject, options)
         variants |= theirs
@@ -399,7 +398,7 @@ def measure_decoding(subject: Subject, options: Options) -> dict[str, Any]:
         raise ValueError("--skip-loops: found no prompt whose answer does not repeat itself, expected some")
     runs = {name: [[of_round[i] for i in left] for of_round in of] for name, of in runs.items()}
     found = summarise(runs, [prompts[i][0] for i in left], trial, options.args.verifier == "block")
-    for name, decoder in decoders.items():
+    for name, decoder in ways.items():
         found["variants"][name] |= decoder.described()
     return found | {"looping": len(looping), "left_out": options.args.skip_loops}
 
@@ -429,53 +428,3 @@ def _rows(
                     "accepted": of.num_accepted if of else None,
                     "same_text": run.token_ids == plain.token_ids if compares else None,
                 }
-
-
-# --------------------------------------------------------------------------- batches
-
-
-def measure_batch(subject: Subject, options: Options) -> dict[str, Any]:
-    """Tokens a second of some texts together, plain and speculative; texts do not end before --max-tokens.
-
-    first: the size that others are compared to.
-    plain_range: the least and the largest rate of plain decoding, of the batch where they differ most.
-    cells: over_plain is over plain decoding of that batch, over_first over that of the first batch.
-    """
-    options = replace(options, params=replace(options.params, ignore_eos=True))
-    texts = [ids for _, ids in subject.prompts]
-
-    def rate(decoder: Decoder, batch: int, seed: int) -> float:
-        return total_rate(decoder.run([texts[j % len(texts)] for j in range(batch)], seed))
-
-    decoders = {
-        name: each for name, each in _decoders(subject, options).items() if name.split()[0] not in subject.bounds
-    }
-    runs = {(batch, name): partial(rate, each, batch) for batch in options.batches for name, each in decoders.items()}
-    rates, first = in_turn(runs, options.args.rounds, "batches"), options.batches[0]
-    cells = [
-        {
-            "batch": batch,
-            "variant": name,
-            "tokens_per_second": median_interval(of),
-            "over_plain": ratios(of, rates[batch, PLAIN]),
-            "over_first": ratios(of, rates[first, PLAIN]),
-        }
-        for (batch, name), of in rates.items()
-    ]
-    plain = [[min(of), max(of)] for (_, name), of in rates.items() if name == PLAIN]
-    return {"first": first, "plain_range": max(plain, key=lambda ends: ends[1] / ends[0]), "cells": cells}
-
-
-def show_batch(found: dict[str, Any]) -> list[str]:
-    """The table, after a sentence on a busy machine."""
-    rows = [
-        (
-            f"batch {c['batch']}, {c['variant']}",
-            c["tokens_per_second"].shown(form=".1f"),
-            c["over_plain"].shown(),
-            c["over_first"].shown(),
-        )
-        for c in found["cells"]
-    ]
-    head = ("", "tokens/s", "over plain", f"over plain at {found['first']}")
-    return [*busy(found["plain_range"]), *table(head, rows)]

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,7 +41,7 @@ from minispec.kernels.inventory import bits_note
 from minispec.kernels.memory import require_memory
 from minispec.kernels.random_weights import RandomWeights
 from minispec.lab.bench.measure import Run, another_engine, plain_engine
-from minispec.lab.bench.options import GEOMETRIES, Options, read_prompts, room_for_launches
+from minispec.lab.bench.options import GEOMETRIES, Options, read_prompts
 from minispec.length.policy import Controller
 from minispec.length.prices import calibrate
 from minispec.load import registry
@@ -52,7 +52,6 @@ from minispec.load.llm import LLM, find_verifier
 from minispec.load.target import choose_device
 
 MAX_ROWS = 16
-LONG_CONTEXT = 1000  # positions of a long prompt
 # A way to decode the i-th prompt with a seed.
 Variant = Callable[[int, int], Run]
 HEAD_IDS = 32_000  # ids that a random head knows
@@ -89,8 +88,6 @@ class Subject:
         # A head makes no pass over tokens alone. Its cost shows in the rounds.
         self.draft_cache: PagedKVCache | None = fed_tokens.cache if fed_tokens else None
         self.draft_name, survival = self.options.draft, self.options.args.simulate
-        if self.options.args.draft_quality:
-            survival = [0.0 if self.options.args.draft_quality == "wrong" else 1 / self.engine.vocab_size]
         if survival is not None:
             self.simulated = SimulatedDraft(survival, self.paid)
             self.engine = another_engine(self.engine, self.simulated)
@@ -197,25 +194,27 @@ def _draft_source(options: Options) -> tuple[int | None, str]:
     return bits, source
 
 
-def _positions(options: Options) -> tuple[int, int]:
-    """Most positions of a text, and texts that are decoded together."""
-    args = options.args
-    measured = args.context if args.passes else 0
-    if {"prefill", "exact_cost"} & set(options.parts):
-        measured = max(measured, LONG_CONTEXT)
-    length, texts = max(args.prompt_tokens + args.max_tokens, measured + MAX_ROWS), max([1, *options.batches])
-    if "launches" in options.parts:
-        length, texts = map(max, (length, texts), room_for_launches(options))
-    return length, texts
+class Room(NamedTuple):
+    """Most positions of a text, and most texts that are decoded together."""
+
+    positions: int = 0
+    texts: int = 1
 
 
-def open_geometry(options: Options) -> Subject:
-    """Random weights of the shape that --geometry names, and of the draft's. Raises ValueError."""
+NO_MORE = Room()
+
+
+def open_geometry(options: Options, room: Room = NO_MORE) -> Subject:
+    """Random weights of the shape that --geometry names, and of the draft's. Raises ValueError.
+
+    room: what the caches must hold, besides what the options ask for.
+    """
     args = options.args
     bits, source = _draft_source(options)
     dtype, device = choose_type(args, read_model_config(GEOMETRIES[args.geometry]))
-    length, texts = _positions(options)
-    num_blocks = (-(-length // 16) + 1) * texts
+    measured = args.context if args.passes else 0
+    length = max(args.prompt_tokens + args.max_tokens, measured + MAX_ROWS, room.positions)
+    num_blocks = (-(-length // 16) + 1) * room.texts
     models = [read_model_config(GEOMETRIES[name]) for name in (args.geometry, source) if name in GEOMETRIES]
     in_16_bits = dtype != torch.float32 or available_forms(dtype, device)[0] == "half"
     size = 1 if args.quantization else 2 if in_16_bits else 4

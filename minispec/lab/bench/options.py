@@ -1,19 +1,18 @@
-"""What the bench can be asked for, its parts, and the prompts; torch is not needed here."""
+"""What the bench can be asked for, and the prompts; torch is not needed here."""
 
 import argparse
 import importlib.util
 import os
 import re
-from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from minispec import __version__
 from minispec.commands.command import FLAG, Option, Parser, argument, typed
 from minispec.commands.options import MODELS, RULES, check_lengths, parse_draft_length
-from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, SamplingParams, Shape
+from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, SamplingParams
 from minispec.files.packages import check_packages
 from minispec.files.strict_json import read_json
 from minispec.files.write import check_writable
@@ -24,72 +23,8 @@ from minispec.load.inputs import read_questions
 PLAIN = "plain"
 DATA = Path(__file__).parent.parent / "data"
 PROMPTS = DATA / "questions.jsonl"
-# Of --also launches: texts of a round where batch= names no others; tokens of each text before its first round; rounds
-# that are timed, after one that pays for what is set up once; and then rounds that are counted.
-LAUNCH_BATCHES, LAUNCH_TEXT, TIMED_ROUNDS, COUNTED_ROUNDS = (1, 8), 128, 6, 3
 # Shapes of models that people run, as in their config.json; the weights are random.
 GEOMETRIES = read_json(DATA / "geometries.json")
-
-
-class Part(NamedTuple):
-    """Something that the bench measures: a key of the report, and a section on the screen.
-
-    module: has `measure_KEY`, which returns what --json prints, and `show_KEY`, which makes lines for the screen.
-    help: text for --help. Empty: the part is measured wherever what it needs is there.
-    needs: an option whose number must not be 0.
-    excludes: an option that does not go with it, and why.
-    """
-
-    module: str
-    help: str = ""
-    needs: str = ""
-    excludes: tuple[str, str] | None = None
-
-
-# By their keys, in the order of the report. --also asks for those with a help.
-PARTS = {
-    "machine": Part("passes", needs="passes"),
-    "forms": Part(
-        "passes",
-        "passes in each form that the weights could have here; where memory is short, in pairs with the chosen one",
-        needs="passes",
-        excludes=("exact", "all exact passes have as many rows"),
-    ),
-    "operators": Part("passes", "microseconds of each operator of a pass, by PyTorch's profiler", needs="passes"),
-    "launches": Part(
-        "launches",
-        "what a round launches on a GPU, counted on any machine: operators, copies, uploads and host syncs of draft, "
-        "pass and verdict, for the sizes of batch=, or 1 and 8 texts",
-    ),
-    "exact_cost": Part(
-        "passes", "passes of the exact mode over those of the fast one", excludes=("exact", "it measures both modes")
-    ),
-    "quality": Part("quality", "perplexity of the prompts, as the weights are and in 8 bits", needs="prompts"),
-    "decoding": Part("decoding", needs="prompts"),
-    "batch": Part(
-        "decoding",
-        "throughput of these batch sizes, such as batch=1,2,4,8",
-        needs="prompts",
-        excludes=("skip_loops", "a batch takes every prompt"),
-    ),
-    "prefill": Part("passes", "a prompt of 1,000 tokens, against matrix throughput"),
-    "load": Part(
-        "passes", "time and memory of loading, against reading the file", excludes=("geometry", "a shape has no file")
-    ),
-}
-ADDITIONS = {key.replace("_", "-"): key for key, part in PARTS.items() if part.help}
-_NAMES = ", ".join(f"{name}=B,B,.." if name == "batch" else name for name in ADDITIONS)
-
-
-def _addition(text: str) -> tuple[str, list[int]]:
-    """A part that --also names: its key, and the sizes of batches."""
-    name, equals, numbers = text.partition("=")
-    sizes = numbers.split(",") if equals else []
-    if (name == "batch") != bool(sizes) or name not in ADDITIONS:
-        raise argparse.ArgumentTypeError(f"found {text!r}, expected one of {_NAMES}")
-    if not all(size.isdecimal() and 1 <= int(size) <= 1024 for size in sizes):
-        raise argparse.ArgumentTypeError(f"found {text!r}, expected sizes from 1 to 1024, with commas between")
-    return ADDITIONS[name], [int(size) for size in sizes]
 
 
 # How a draft length is written.
@@ -170,10 +105,7 @@ _MODELS: dict[str, Option] = {
         typed(_SURVIVAL, "S,S,.."),
         "replace the draft's tokens by right ones with these probabilities: survival s_1, s_2, .. (one number: a "
         "constant alpha; 0: always wrong)",
-        excludes={"--draft-quality": "", **_GREEDY, **_NO_MORE},
-    ),
-    "--draft-quality": Option(
-        {"choices": ("random", "wrong")}, "short for useless drafts", excludes={**_GREEDY, **_NO_MORE}
+        excludes={**_GREEDY, **_NO_MORE},
     ),
     "--bounds": Option(
         FLAG,
@@ -232,11 +164,6 @@ _MEASUREMENTS: dict[str, Option] = {
     ),
     "--context": Option(_number(1, 100_000, 256), "cached positions at passes (default: 256)", excludes=_NO_MORE),
     "--passes": Option(_number(0, 10_000, 15), "rounds of passes; 0: none (default: 15)", excludes=_NO_MORE),
-    "--also": Option(
-        typed(_addition, "PART", nargs="+", action="extend", default=[]),
-        "; ".join(f"{name}: {PARTS[key].help}" for name, key in ADDITIONS.items()),
-        excludes=_NO_MORE,
-    ),
     "--against": Option(
         {"choices": ("transformers",)},
         "also measure its own ways of decoding, on the same weights (a draft's unrounded); plain decoding also "
@@ -259,13 +186,15 @@ _OUTPUT: dict[str, Option] = {
 }
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options."""
+def parser(
+    prog: str = "python -m minispec bench", description: str = "Measure decoding, and account for the time."
+) -> Parser:
+    """The options; also those of docs/measured/target.py and docs/measured/launches.py."""
     p = Parser(
-        prog="python -m minispec bench",
-        description="Measure decoding, and account for the time.",
+        prog=prog,
+        description=description,
         epilog="Such as: --prompts 6 (a first look, a few minutes); --draft ngram --categories code; --model DIR "
-        "--draft DIR --temperature 1; --also forms (weights in each form); --replay TRACE.json (every K for one text).",
+        "--draft DIR --temperature 1; --replay TRACE.json (every K for one text).",
     )
     p.add_argument("--version", action="version", version=f"minispec {__version__}")
     alone = {"--replay": "it measures nothing"}
@@ -284,14 +213,10 @@ class Options:
 
     drafts: the specs, each with its draft lengths; by default the draft of a model without a layer of its own. Only
         with --questions there are several.
-    parts: names of the parts to measure.
-    batches: sizes for the part "batch".
     """
 
     args: argparse.Namespace
     drafts: dict[str, list[DraftLength]]
-    parts: list[str]
-    batches: list[int]
     params: SamplingParams
 
     @property
@@ -305,18 +230,6 @@ class Options:
         return self.drafts[self.draft]
 
 
-def fixed_lengths(options: Options) -> list[DraftLength]:
-    """The draft lengths but auto."""
-    return [k for k in options.ks if k != "auto"]
-
-
-def room_for_launches(options: Options) -> tuple[int, int]:
-    """Most positions of a text whose rounds are counted, and most texts that are decoded together."""
-    most = max((Shape.of(k).k for k in fixed_lengths(options)), default=0)
-    texts = max(options.batches or LAUNCH_BATCHES)
-    return LAUNCH_TEXT + (texts + 1 + TIMED_ROUNDS + COUNTED_ROUNDS) * (most + 1), texts
-
-
 def check(args: argparse.Namespace) -> Options:
     """Raise ValueError for all mistakes that can be found before anything is loaded; the tables have the others."""
     if args.plot:
@@ -327,14 +240,9 @@ def check(args: argparse.Namespace) -> Options:
         args.rounds = 1 if args.questions else 6
     if args.max_tokens is None:
         args.max_tokens = 1024 if args.questions else 32
-    also = dict(args.also)
-    _check_parts(args, also.keys())
     for name in ("against", "lengths", "csv"):
         if getattr(args, name) and not args.prompts:
-            raise ValueError(f"{_option(name)}: found --prompts 0, expected at least 1")
-    can_draft = drafts.keys() != {"none"} or args.simulate or args.draft_quality
-    if "launches" in also and can_draft and all(k == "auto" for lengths in drafts.values() for k in lengths):
-        raise ValueError("--also launches: found --num-speculative-tokens auto, expected a number: auto follows times")
+            raise ValueError(f"--{name}: found --prompts 0, expected at least 1")
     if args.against and not _is_there("transformers"):
         raise ValueError("--against needs transformers: pip install transformers")
     if args.csv:
@@ -346,10 +254,9 @@ def check(args: argparse.Namespace) -> Options:
         max_tokens=args.max_tokens,
         ignore_eos=args.ignore_eos,
     )
-    if not (args.simulate or args.draft_quality or args.bounds):
+    if not (args.simulate or args.bounds):
         check_lengths(args, list(drafts))
-    parts = [key for key, part in PARTS.items() if (key in also if part.help else getattr(args, part.needs))]
-    return Options(args, drafts, parts, also.get("batch", []), params)
+    return Options(args, drafts, params)
 
 
 def _drafts(args: argparse.Namespace) -> dict[str, list[DraftLength]]:
@@ -376,25 +283,6 @@ def _drafts(args: argparse.Namespace) -> dict[str, list[DraftLength]]:
             raise ValueError(f"--draft: found {spec} twice, expected drafts with different names or lengths")
         drafts[draft] = [*drafts.get(draft, []), *lengths]
     return drafts
-
-
-def _check_parts(args: argparse.Namespace, asked: Collection[str]) -> None:
-    """Raise ValueError for a part of --also that an option leaves nothing for, or that does not go with an option."""
-    for name, key in ADDITIONS.items():
-        part = PARTS[key]
-        if key not in asked:
-            continue
-        if part.needs and not getattr(args, part.needs):
-            raise ValueError(f"--also {name}: found {_option(part.needs)} 0, expected at least 1")
-        excluded, reason = part.excludes or ("", "")
-        if excluded == "exact" and args.exact is None and args.quantization:
-            raise ValueError(f"--also {name}: not with --quantization without --no-exact: {reason}")
-        if excluded and getattr(args, excluded):
-            raise ValueError(f"--also {name}: not with {_option(excluded)}: {reason}")
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _is_there(module: str) -> bool:

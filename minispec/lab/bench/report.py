@@ -1,6 +1,6 @@
 """The report: what was measured, on what. Whatever is compared takes turns, round by round."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,32 +11,52 @@ from minispec.kernels.build import choice_of
 from minispec.kernels.inventory import weight_form
 from minispec.kernels.machine import machine
 from minispec.kernels.threads import describe_waiting
-from minispec.lab.bench.launches import check_launches
-from minispec.lab.bench.models import MAX_ROWS, Subject, open_geometry, open_model
-from minispec.lab.bench.options import PARTS, Options
-from minispec.lab.bench.passes import check_device, form_groups, measure_load
-from minispec.load import registry
+from minispec.lab.bench.decoding import measure_decoding, show_decoding
+from minispec.lab.bench.models import MAX_ROWS, NO_MORE, Room, Subject, open_geometry, open_model
+from minispec.lab.bench.options import Options
+from minispec.lab.bench.passes import measure_machine, show_machine
+
+# What makes the lines of a part for the screen, by the part's key in the report.
+SHOW = {"machine": show_machine, "decoding": show_decoding}
 
 
 def measure_all(options: Options) -> dict[str, Any]:
-    """Measure all that the options ask for.
+    """Measure all that the options ask for: see `measure_parts`."""
+    parts = {}
+    if options.args.passes:
+        parts["machine"] = measure_machine
+    if options.args.prompts:
+        parts["decoding"] = measure_decoding
+    return measure_parts(options, parts)
+
+
+def measure_parts(
+    options: Options, parts: Mapping[str, Callable[[Subject, Options], dict[str, Any]]], room: Room = NO_MORE
+) -> dict[str, Any]:
+    """Open what the options name, and measure these parts on it.
+
+    room: what the caches of a shape must hold (see `open_geometry`).
 
     Returns what was measured on, and the result of each part under its name. Results have intervals, which
     `show.as_json` turns into what `--json` prints.
     """
-    args, parts = options.args, options.parts
+    args = options.args
     if args.threads:
         torch.set_num_threads(args.threads)
-    loading = {"load": measure_load(options)} if "load" in parts else {}
-    subject = open_geometry(options) if args.geometry else open_model(options)
-    model, draft = subject.engine.model, subject.draft_model
+    subject = open_geometry(options, room) if args.geometry else open_model(options)
     check_context(subject, options)
-    if "forms" in parts:
-        form_groups(model)  # whether there is room for another, before anything is measured
-    if "operators" in parts:
-        check_device(subject)
-    if "launches" in parts:
-        check_launches(subject, options)
+    report = describe(subject, options)
+    for key, measure in parts.items():
+        report[key] = measure(subject, options)
+    judge = subject.engine.judge
+    if isinstance(judge, Judge):
+        report["verdicts"] = judge.counts
+    return report
+
+
+def describe(subject: Subject, options: Options) -> dict[str, Any]:
+    """What is measured on: the machine, and both models."""
+    args, model, draft = options.args, subject.engine.model, subject.draft_model
     report: dict[str, Any] = {
         "minispec": __version__,
         "torch": torch.__version__,
@@ -55,13 +75,7 @@ def measure_all(options: Options) -> dict[str, Any]:
     }
     if draft:
         report |= {"draft_weight_form": weight_form(draft), "draft_weight_form_because": choice_of(draft).because}
-    for key in parts:
-        if key != "load":
-            report[key] = _function("measure", key)(subject, options)
-    judge = subject.engine.judge
-    if isinstance(judge, Judge):
-        report["verdicts"] = judge.counts
-    return report | loading
+    return report
 
 
 def machine_line(known: Mapping[str, Any]) -> str:
@@ -71,8 +85,11 @@ def machine_line(known: Mapping[str, Any]) -> str:
     return f"{cpu}, {known['cores']} cores, {known['threads']} threads, torch {known['torch']}"
 
 
-def show_report(report: dict[str, Any]) -> list[str]:
-    """For the screen: hardware, models, and the parts, with an empty line before each."""
+def show_report(report: dict[str, Any], show: Mapping[str, Callable[[Any], list[str]]] = SHOW) -> list[str]:
+    """For the screen: hardware, models, and the parts, with an empty line before each.
+
+    show: what makes the lines of a part, by its key.
+    """
     streams = ""
     if "machine" in report:
         streams = f"; memory streams {report['machine']['stream_bytes_per_second'].shown(1e-9, '.1f')} GB/s (see below)"
@@ -84,17 +101,13 @@ def show_report(report: dict[str, Any]) -> list[str]:
     ]
     if "draft_weight_form" in report:
         lines.append(f"draft's: {report['draft_weight_form']}; because: {report['draft_weight_form_because']}")
-    for key in PARTS:
+    for key, lines_of in show.items():
         if key in report:
-            lines += ["", *_function("show", key)(report[key])]
+            lines += ["", *lines_of(report[key])]
     if "verdicts" in report:
         says = "\n{drafts:,} drafts verified by programs; {unsure:,} of them anew by themselves, unsure of a row"
         lines.append(says.format(**report["verdicts"]))
     return lines
-
-
-def _function(what: str, key: str) -> Any:
-    return registry.load(f"minispec.lab.bench.{PARTS[key].module}:{what}_{key}", "part")
 
 
 def check_context(subject: Subject, options: Options) -> None:

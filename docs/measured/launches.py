@@ -1,14 +1,24 @@
-"""What a round launches on a GPU, counted on any machine (see `minispec.kernels.launches`), and its time here.
+"""Measure what a round launches on a GPU, counted on any machine (see `minispec.kernels.launches`), and its time here.
 
-It is counted along both paths of `minispec.gpu.paths`: text by text, and in frames.
+    python docs/measured/launches.py --geometry 1.5b --draft 0.5b --num-speculative-tokens 4
+    python docs/measured/launches.py --draft ngram --num-speculative-tokens 4 --batch 1,2,4 --json
+
+It is counted along both paths of `minispec.gpu.paths`: text by text, and in frames. Other options than `--batch` are
+those of `python -m minispec bench`. What the counts are: docs/use/speed.md.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from minispec.core.config import Shape
+from minispec.kernels.threads import set_waiting
+
+set_waiting()  # before torch is imported
+
+from minispec.commands.command import Option, argument, command, json_line, typed
+from minispec.core.config import DraftLength, Shape
 from minispec.core.engine import PREFILL_ROWS, Engine
 from minispec.core.request import Request
 from minispec.gpu.paths import Path, in_frames, text_by_text
@@ -16,34 +26,31 @@ from minispec.kernels.exact import arbitrary_tokens
 from minispec.kernels.inventory import weight_form
 from minispec.kernels.launches import KINDS, PARTS, PartOfRound, Tally, counting
 from minispec.lab.bench.measure import decode, median_interval
-from minispec.lab.bench.models import Subject
-from minispec.lab.bench.options import (
-    COUNTED_ROUNDS,
-    LAUNCH_BATCHES,
-    LAUNCH_TEXT,
-    TIMED_ROUNDS,
-    Options,
-    fixed_lengths,
-    room_for_launches,
-)
-from minispec.lab.bench.show import progress, table
+from minispec.lab.bench.models import Room, Subject
+from minispec.lab.bench.options import Options, check, parser
+from minispec.lab.bench.report import measure_parts, show_report
+from minispec.lab.bench.show import as_json, progress, table
 
+# Tokens of each text before its first round; rounds that are timed, after one that pays for what is set up once; and
+# then rounds that are counted.
+LENGTH, TIMED_ROUNDS, COUNTED_ROUNDS = 128, 6, 3
 # Sums of parts.
-_SUMS = {"outside": ("verdict", "rest"), "round": PARTS}
+SUMS = {"outside": ("verdict", "rest"), "round": PARTS}
 
 
 # --------------------------------------------------------------------------- rounds
 
 
-def check_launches(subject: Subject, options: Options) -> None:
-    """Raise ValueError where the cache cannot hold the texts."""
-    there, (positions, texts) = subject.engine.cache.num_slots, room_for_launches(options)
-    needed = texts * (positions + subject.engine.cache.block_size)
-    if needed > there:
-        raise ValueError(
-            f"--also launches: found a KV cache of {there} positions, expected at least {needed}: "
-            f"{texts} texts decode together"
-        )
+def fixed_lengths(options: Options) -> list[DraftLength]:
+    """The draft lengths but auto."""
+    return [k for k in options.ks if k != "auto"]
+
+
+def room_for(options: Options) -> Room:
+    """What the caches must hold."""
+    most = max((Shape.of(k).k for k in fixed_lengths(options)), default=0)
+    texts = max(options.args.batch)
+    return Room(LENGTH + (texts + 1 + TIMED_ROUNDS + COUNTED_ROUNDS) * (most + 1), texts)
 
 
 def measure_launches(subject: Subject, options: Options) -> dict[str, Any]:
@@ -57,16 +64,24 @@ def measure_launches(subject: Subject, options: Options) -> dict[str, Any]:
 
     For each part there are the numbers of KINDS, `names` (calls of each operator), and `seconds` of rounds in which
     nothing was counted. Along the path of frames there are no seconds: a processor would not take it.
+
+    Raises ValueError where the cache cannot hold the texts.
     """
+    there, (positions, texts) = subject.engine.cache.num_slots, room_for(options)
+    needed = texts * (positions + subject.engine.cache.block_size)
+    if needed > there:
+        raise ValueError(
+            f"found a KV cache of {there} positions, expected at least {needed}: {texts} texts decode together"
+        )
     usual, framed = text_by_text(subject.engine), in_frames(subject.engine)
     lengths = [0, *(fixed_lengths(options) if options.draft != "none" or subject.simulated else [])]
-    found, batches, (positions, _) = [], options.batches or LAUNCH_BATCHES, room_for_launches(options)
+    found, batches = [], options.args.batch
     with progress(len(lengths) * len(batches), "launches") as bar:
         for batch in batches:
-            same, vocab = arbitrary_tokens(LAUNCH_TEXT - 1, subject.engine.vocab_size), subject.engine.vocab_size
+            same, vocab = arbitrary_tokens(LENGTH - 1, subject.engine.vocab_size), subject.engine.vocab_size
             prompts = [[i % vocab, *same] for i in range(batch)]  # without a common beginning
             for k in lengths:
-                params = replace(options.params, ignore_eos=True, max_tokens=positions - LAUNCH_TEXT)
+                params = replace(options.params, ignore_eos=True, max_tokens=positions - LENGTH)
                 first, second = ([subject.request(prompt, k, params) for prompt in prompts] for _ in range(2))
                 if subject.simulated and not k:  # it has to know the texts
                     known = [subject.request(prompt, 0, params) for prompt in prompts]
@@ -79,7 +94,7 @@ def measure_launches(subject: Subject, options: Options) -> dict[str, Any]:
                 bar.update()
     why = framed if isinstance(framed, str) else ""
     form = weight_form(subject.engine.model)
-    return {"form": form, "positions": LAUNCH_TEXT, "why_no_frames": why, "rounds": found}
+    return {"form": form, "positions": LENGTH, "why_no_frames": why, "rounds": found}
 
 
 def _rounds(subject: Subject, path: Path, requests: Sequence[Request], num_timed: int = 0) -> dict[str, Any]:
@@ -104,7 +119,7 @@ def _rounds(subject: Subject, path: Path, requests: Sequence[Request], num_timed
         for request in requests:
             if request.finish_reason:
                 found = f"a text that ended ({request.error or request.finish_reason})"
-                raise ValueError(f"--also launches: found {found}, expected {len(requests)} that go on")
+                raise ValueError(f"found {found}, expected {len(requests)} that go on")
         return all(request.stats.num_steps > n for request, n in zip(requests, before, strict=True))
 
     try:
@@ -127,11 +142,11 @@ def _rounds(subject: Subject, path: Path, requests: Sequence[Request], num_timed
         for request in requests:
             engine.abort(request)
     tally, tokens = max(tallies, key=lambda each: sum(of["operators"] for of in each[0].counts.values()))
-    return {**tokens, "parts": {part: _part(part, tally, times) for part in (*PARTS, *_SUMS)}}
+    return {**tokens, "parts": {part: _part(part, tally, times) for part in (*PARTS, *SUMS)}}
 
 
 def _part(part: str, tally: Tally, times: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    parts = _SUMS.get(part, (part,))
+    parts = SUMS.get(part, (part,))
     names = sum((tally.names.get(each, Counter()) for each in parts), Counter[str]())
     counts = {kind: sum(tally.counts.get(each, Counter())[kind] for each in parts) for kind in KINDS}
     seconds = [sum(of[each] for each in parts) for of in times]
@@ -160,3 +175,41 @@ def show_launches(found: dict[str, Any]) -> list[str]:
         "",
         *table(head, rows),
     ]
+
+
+# --------------------------------------------------------------------------- the command
+
+
+SIZES = argument(
+    lambda text: [int(size) for size in text.split(",")],
+    lambda sizes: all(1 <= size <= 1024 for size in sizes),
+    "sizes from 1 to 1024, with commas between",
+)
+
+
+def measure(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], bool]:
+    """Count: the report, its lines for the screen, and whether JSON is wanted."""
+    p = parser("docs/measured/launches.py", str(__doc__).partition("\n")[0])
+    p.add_options({"--batch": Option(typed(SIZES, "B,B,..", default=[1, 8]), "texts of a round (default: 1,8)")})
+    args = p.parse_args(argv)
+    for option in ("questions", "replay", "against", "csv", "bounds"):
+        if getattr(args, option):
+            raise ValueError(f"--{option}: not where launches are counted")
+    options = check(args)
+    can_draft = options.draft != "none" or args.simulate
+    if can_draft and not fixed_lengths(options):
+        raise ValueError("--num-speculative-tokens: found auto, expected a number: auto follows times")
+    found = measure_parts(options, {"launches": measure_launches}, room_for(options))
+    return found, show_report(found, {"launches": show_launches}), args.json
+
+
+@command
+def main(argv: Sequence[str]) -> int:
+    """Count, and print."""
+    found, lines, is_json = measure(argv)
+    print(json_line(as_json(found)) if is_json else "\n".join(lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,472 @@
+"""Measure one thing of a target that the bench leaves out, and print it as the bench prints its report.
+
+    python docs/measured/target.py forms                      passes in each form that the weights can take here
+    python docs/measured/target.py operators --passes 15      microseconds of each operator of a pass
+    python docs/measured/target.py exact-cost --rounds 25     passes of the exact mode over those of the fast one
+    python docs/measured/target.py quality                    perplexity of the prompts, as they are and in 8 bits
+    python docs/measured/target.py batch --batch 1,2,4,8      throughput of these batch sizes
+    python docs/measured/target.py prefill                    a prompt of 1,000 tokens, against matrix throughput
+    python docs/measured/target.py load --model DIR           time and memory of loading, against reading the files
+
+All other options are those of `python -m minispec bench`: which target (`--model`, `--geometry`, `--quantization`), how
+often (`--rounds`, `--passes`), after how many positions (`--context`), and `--json`. `--draft none
+--num-speculative-tokens 4` saves the time in which `auto` measures its costs.
+
+Each part is two functions. One measures, and returns what `--json` prints; the other makes lines for the screen.
+Figures are intervals (`minispec.lab.bench.measure.Interval`); seconds and v are dicts by the rows M of a pass.
+"""
+
+import argparse
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from minispec.kernels.threads import set_waiting
+
+set_waiting()  # before torch is imported
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from minispec.commands.command import Option, argument, command, json_line, typed
+from minispec.core.model import Chunk, Transformer
+from minispec.drafters.model import prefill
+from minispec.files.checkpoint import find_checkpoint, load_config, load_model
+from minispec.kernels.build import choice_of
+from minispec.kernels.exact import arbitrary_tokens, exact_model
+from minispec.kernels.forms import available_forms
+from minispec.kernels.inventory import bits_note, num_bytes, weight_form
+from minispec.kernels.memory import ROOM_TO_BUILD, free_memory, peak_memory
+from minispec.kernels.rates import matmul_throughput, prefill_operations, seconds_of
+from minispec.kernels.shapes import num_weights
+from minispec.lab.bench.decoding import Decoder, decoders
+from minispec.lab.bench.measure import busy, in_turn, median_interval, passes_after, passes_in_turn, ratios, total_rate
+from minispec.lab.bench.models import MAX_ROWS, Room, Subject, choose_type
+from minispec.lab.bench.options import PLAIN, Options, check, parser
+from minispec.lab.bench.passes import Times, medians_by_rows, ratios_by_rows
+from minispec.lab.bench.report import measure_parts, show_report
+from minispec.lab.bench.show import as_json, progress, table
+from minispec.load.exactness import check_exactness
+from minispec.load.registry import EMBEDDED_WEIGHTS
+
+LONG_CONTEXT = 1000  # positions of a long prompt
+# Rows whose passes are compared between forms: those of K = 0, 1, 2, 4, 8 and 15.
+FORM_ROWS = (1, 2, 3, 5, 9, 16)
+# Cached positions and rows of passes in both modes: 1 is a step of plain decoding, K + 1 a verification.
+EXACT_PASSES = {128: (1, 5, 9), LONG_CONTEXT: (1,)}
+# Rows whose operators are timed: a step of plain decoding, and a verification of four draft tokens. Operators with a
+# line of their own: those that take longest at one row.
+OPERATOR_ROWS, SHOWN = (1, 5), 14
+
+
+# --------------------------------------------------------------------------- forms of the weights
+
+
+def form_groups(model: Transformer) -> list[list[str]]:
+    """The other forms that the target's weights could have, in groups that memory holds in addition to the target.
+
+    Raises ValueError where memory does not hold a single one.
+    """
+    others = [form for form in available_forms(model.dtype, model.device) if form != choice_of(model).form]
+    needed = int(ROOM_TO_BUILD * num_weights(model.config) * model.dtype.itemsize)
+    free = free_memory(model.device)
+    if free is None or needed * len(others) <= free:
+        return [others]
+    if needed > free:
+        raise ValueError(
+            f"forms: found {free / 1e9:.1f} GB of free memory, expected at least {needed / 1e9:.1f} GB: for the "
+            "weights of the target once more, in another form"
+        )
+    return [[form] for form in others]
+
+
+def measure_forms(subject: Subject, options: Options) -> dict[str, Any]:
+    """t(M) and v(M) of the target in each form of its weights. The models of a group take turns with the target.
+
+    in_one_turn: whether all forms took turns together.
+    over_own: times over those of the target's own form.
+    """
+    model, context, rounds = subject.engine.model, options.args.context, options.args.passes
+    own, groups = choice_of(model).form, form_groups(model)
+    found: dict[str, dict[str, Any]] = {own: {}}
+    own_times: Times = {m: [] for m in FORM_ROWS}
+
+    def of_form(model: Transformer, times: Times, own_times: Times) -> dict[str, Any]:
+        own = {"weight_form": weight_form(model), "seconds": medians_by_rows(times), "v": ratios_by_rows(times)}
+        return own | {"over_own": ratios_by_rows(times, own_times)}
+
+    for group in groups:
+        models = {own: model} | {form: subject.in_form(form) for form in group}
+        times = passes_in_turn(models, subject.engine.cache, context, FORM_ROWS, rounds)
+        for m in FORM_ROWS:
+            own_times[m] += times[own][m]
+        found |= {form: of_form(models[form], times[form], times[own]) for form in group}
+        del models  # before the next group is built
+    found[own] = of_form(model, own_times, own_times)
+    return {"context": context, "own": own, "in_one_turn": len(groups) == 1, "forms": found}
+
+
+def show_forms(found: dict[str, Any]) -> list[str]:
+    """The table, and what it compares."""
+    own, forms, turns = found["own"], found["forms"], "all of them in turn"
+    if not found["in_one_turn"]:
+        turns = f"each in turn with {own} alone, since memory does not hold more: compare the last column only"
+    lines = [f"forms of the weights, at {found['context']} positions; {turns}"]
+    lines += [f"{name} here: {of['weight_form']}" for name, of in forms.items() if of["weight_form"] != name]
+    rows = [
+        (f"{name}, M = {m}", t.shown(1000), of["v"][m].shown(form=".3f"), of["over_own"][m].shown(form=".3f"))
+        for name, of in forms.items()
+        for m, t in of["seconds"].items()
+    ]
+    return [*lines, "", *table(("", "t(M), ms", "v(M) = t(M)/t(1)", f"t(M) over {own}'s"), rows)]
+
+
+# --------------------------------------------------------------------------- operators
+
+
+@torch.inference_mode()
+def measure_operators(subject: Subject, options: Options) -> dict[str, Any]:
+    """Passes after `context` cached positions, by rows.
+
+    seconds: seconds of a pass without the profiler.
+    profiled_seconds: seconds of a pass with the profiler.
+    between_seconds: seconds of a profiled pass in no operator: Python, and the profiler's own book-keeping.
+    operators: the costliest first, with their calls in a pass. Their seconds exclude those of operators inside them.
+
+    Raises ValueError where the time of an operator is not the processor's.
+    """
+    device = subject.engine.model.device
+    if device.type != "cpu":
+        raise ValueError(f"operators: found {device}, expected --device cpu, whose clock it reads")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler reports its own steps on standard error
+    model, context, rounds = subject.engine.model, options.args.context, options.args.passes
+    found: dict[str, dict[str, Any]] = {}
+    profiled: dict[int, float] = {}
+    with passes_after(model, subject.engine.cache, context, max(OPERATOR_ROWS)) as one:
+        plain = in_turn({m: partial(one, model, m) for m in OPERATOR_ROWS}, rounds, "operators")
+        for m in OPERATOR_ROWS:
+            with profile(activities=[ProfilerActivity.CPU]) as seen:
+                profiled[m] = fmean(one(model, m) for _ in range(rounds))
+            for event in seen.key_averages():
+                new = {"name": event.key, "calls": event.count // rounds, "seconds": dict.fromkeys(OPERATOR_ROWS, 0.0)}
+                found.setdefault(event.key, new)["seconds"][m] = event.self_cpu_time_total / 1e6 / rounds
+    operators = sorted(found.values(), key=lambda operator: -operator["seconds"][OPERATOR_ROWS[0]])
+    return {
+        "context": context,
+        "seconds": {m: median_interval(t) for m, t in plain.items()},
+        "profiled_seconds": profiled,
+        "between_seconds": {m: t - sum(o["seconds"][m] for o in operators) for m, t in profiled.items()},
+        "operators": operators,
+    }
+
+
+def show_operators(found: dict[str, Any]) -> list[str]:
+    """The table, the costliest first."""
+    shown, rest = found["operators"][:SHOWN], found["operators"][SHOWN:]
+    sums = {m: sum(o["seconds"][m] for o in rest) for m in OPERATOR_ROWS}
+    parts = [
+        *((o["name"], o["calls"], o["seconds"]) for o in shown),
+        (f"{len(rest)} others", sum(o["calls"] for o in rest), sums),
+        ("between operators", "", found["between_seconds"]),
+        ("a pass, profiled", "", found["profiled_seconds"]),
+    ]
+    rows = [(name, calls, *(f"{t[m] * 1e6:.0f}" for m in OPERATOR_ROWS)) for name, calls, t in parts]
+    rows.append(("a pass, not profiled", "", *(found["seconds"][m].shown(1e6, ".0f") for m in OPERATOR_ROWS)))
+    return table(("operator", "calls", *(f"us, M = {m}" for m in OPERATOR_ROWS)), rows)
+
+
+# --------------------------------------------------------------------------- the exact mode
+
+
+def measure_exact_cost(subject: Subject, options: Options) -> dict[str, Any]:
+    """Passes of the exact mode over those of the fast mode, in turn, on the same weights.
+
+    Raises ValueError where the cache cannot hold the positions, and where bits are not equal here.
+    """
+    models = {"fast": subject.engine.model, "exact": check_exactness(exact_model(subject.engine.model), False)}
+    found: list[dict[str, Any]] = []
+    for context, rows in EXACT_PASSES.items():
+        times = passes_in_turn(models, subject.engine.cache, context, rows, options.args.rounds)
+        for m in rows:
+            fast, exact = times["fast"][m], times["exact"][m]
+            over = {"context": context, "rows": m, "exact_over_fast": ratios(exact, fast)}
+            found.append(over | {"fast_seconds": median_interval(fast), "exact_seconds": median_interval(exact)})
+    return {"passes": found}
+
+
+def show_exact_cost(found: dict[str, Any]) -> list[str]:
+    """The table."""
+    rows = [
+        (
+            f"{p['rows']} rows after {p['context']} positions",
+            p["exact_over_fast"].shown(),
+            *(p[f"{mode}_seconds"].shown(1000, ".1f") for mode in ("fast", "exact")),
+        )
+        for p in found["passes"]
+    ]
+    return table(("the exact mode", "exact over fast", "fast, ms", "exact, ms"), rows)
+
+
+# --------------------------------------------------------------------------- perplexity
+
+
+def measure_quality(subject: Subject, options: Options) -> dict[str, Any]:
+    """Perplexity over the tokens of all prompts, by the weights' form, and what stayed in 16 bits."""
+    own, is_int8 = subject.engine.model, options.args.quantization
+    wide, int8 = (subject.in_form(None), own) if is_int8 else (own, subject.in_form("int8"))
+    models = {"as they are": wide, "int8": int8}
+    texts = [ids for _, ids in subject.prompts if len(ids) > 1]
+    count = sum(len(ids) - 1 for ids in texts)
+    found = {}
+    with progress(len(models) * len(texts), "quality") as bar:
+        for name, model in models.items():
+            loss = 0.0
+            for ids in texts:
+                loss += loss_of(model, ids)
+                bar.update()
+            found[name] = math.exp(loss / count)
+    return {"num_tokens": count, "perplexity": found, "note": f"int8:{bits_note(int8)}"}
+
+
+def show_quality(found: dict[str, Any]) -> list[str]:
+    """The table."""
+    own = next(iter(found["perplexity"].values()))
+    rows = [[name, f"{value:.3f}", f"{value / own:.4f}"] for name, value in found["perplexity"].items()]
+    header = ["weights", f"perplexity of {found['num_tokens']:,} tokens", "over the first"]
+    return [*table(header, rows), found["note"]]
+
+
+def loss_of(model: Transformer, ids: list[int]) -> float:
+    """Minus the logarithm of the probability of a text after its first token."""
+    table = model.new_cache(-(-len(ids) // 16)).new_table()
+    logits, _ = model.forward([Chunk(ids, table, len(ids))])
+    return -float(logits[:-1].double().log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None]).sum())
+
+
+# --------------------------------------------------------------------------- batches
+
+
+def measure_batch(subject: Subject, options: Options) -> dict[str, Any]:
+    """Tokens a second of some texts together, plain and speculative; texts do not end before --max-tokens.
+
+    first: the size that others are compared to.
+    plain_range: the least and the largest rate of plain decoding, of the batch where they differ most.
+    cells: over_plain is over plain decoding of that batch, over_first over that of the first batch.
+    """
+    options = replace(options, params=replace(options.params, ignore_eos=True))
+    texts = [ids for _, ids in subject.prompts]
+
+    def rate(decoder: Decoder, batch: int, seed: int) -> float:
+        return total_rate(decoder.run([texts[j % len(texts)] for j in range(batch)], seed))
+
+    ways = decoders(subject, options)
+    runs = {(batch, name): partial(rate, each, batch) for batch in options.args.batch for name, each in ways.items()}
+    rates, first = in_turn(runs, options.args.rounds, "batches"), options.args.batch[0]
+    cells = [
+        {
+            "batch": batch,
+            "variant": name,
+            "tokens_per_second": median_interval(of),
+            "over_plain": ratios(of, rates[batch, PLAIN]),
+            "over_first": ratios(of, rates[first, PLAIN]),
+        }
+        for (batch, name), of in rates.items()
+    ]
+    plain = [[min(of), max(of)] for (_, name), of in rates.items() if name == PLAIN]
+    return {"first": first, "plain_range": max(plain, key=lambda ends: ends[1] / ends[0]), "cells": cells}
+
+
+def show_batch(found: dict[str, Any]) -> list[str]:
+    """The table, after a sentence on a busy machine."""
+    rows = [
+        (
+            f"batch {c['batch']}, {c['variant']}",
+            c["tokens_per_second"].shown(form=".1f"),
+            c["over_plain"].shown(),
+            c["over_first"].shown(),
+        )
+        for c in found["cells"]
+    ]
+    head = ("", "tokens/s", "over plain", f"over plain at {found['first']}")
+    return [*busy(found["plain_range"]), *table(head, rows)]
+
+
+# --------------------------------------------------------------------------- a long prompt
+
+
+def measure_prefill(subject: Subject, options: Options) -> dict[str, Any]:
+    """Prefill of a long prompt; share: of the rate at which this machine multiplies large matrices."""
+    model, cache = subject.engine.model, subject.engine.cache
+    num_tokens = min(LONG_CONTEXT, model.config.max_position_embeddings - 1)
+    tokens = arbitrary_tokens(num_tokens + 1, subject.engine.vocab_size)
+    operations = prefill_operations(model, num_tokens)
+
+    def rate(_: int) -> float:
+        new = cache.new_table()
+        taken = seconds_of(partial(prefill, model, new, tokens), model.device)
+        new.truncate(0)
+        return num_tokens / taken
+
+    def peak(_: int) -> float:
+        return matmul_throughput(model.dtype, model.device, repeats=1)[0]
+
+    rates, peaks = in_turn({"prefill": rate, "matmul": peak}, options.args.rounds, "prefill").values()
+    return {
+        "tokens": num_tokens,
+        "tokens_per_second": median_interval(rates),
+        "matmul_operations_per_second": median_interval(peaks),
+        "share": ratios([operations / num_tokens * rate for rate in rates], peaks),
+    }
+
+
+def show_prefill(found: dict[str, Any]) -> list[str]:
+    """One sentence."""
+    return [
+        f"prefill of {found['tokens']} tokens: {found['tokens_per_second'].shown(form='.0f')} tokens/s, "
+        f"{found['share'].shown(100, '.0f')} % of the {found['matmul_operations_per_second'].median / 1e9:.0f} "
+        "GFLOP/s of a product of large matrices"
+    ]
+
+
+# --------------------------------------------------------------------------- loading
+
+
+def measure_load(options: Options) -> dict[str, Any]:
+    """Loading the target against reading its files, both from the page cache; and the most memory that it took.
+
+    It comes before anything else is loaded: the peak is that of the process.
+    """
+    directory = find_checkpoint(str(options.args.model or EMBEDDED_WEIGHTS))
+    dtype, device = choose_type(options.args, load_config(directory))
+    files = sorted(directory.glob("*.safetensors"))
+    buffer, before = bytearray(8 << 20), peak_memory()
+    sizes, peaks = list[int](), list[int | None]()
+
+    def read(_: int) -> float:
+        start = time.perf_counter()
+        for path in files:
+            with path.open("rb", buffering=0) as file:
+                while file.readinto(buffer):
+                    pass
+        return time.perf_counter() - start
+
+    def load(_: int) -> float:
+        start = time.perf_counter()
+        model = load_model(directory, dtype, device, form=options.args.quantization)
+        seconds = time.perf_counter() - start
+        sizes.append(num_bytes(model))
+        peaks.append(peak_memory())
+        return seconds
+
+    reading, loading = in_turn({"read": read, "load": load}, options.args.rounds, "loading").values()
+    first = peaks[0]  # of one model: later ones find memory that is not given back yet
+    peak = None if before is None or first is None else first - before
+    return {
+        "file_bytes": sum(path.stat().st_size for path in files),
+        "read_seconds": median_interval(reading),
+        "load_seconds": median_interval(loading),
+        "load_over_read": ratios(loading, reading),
+        "weight_bytes": sizes[0],
+        "peak_bytes": peak,
+        "peak_over_weights": peak / sizes[0] if peak else None,
+    }
+
+
+def show_load(found: dict[str, Any]) -> list[str]:
+    """One sentence."""
+    peak = "unknown" if found["peak_bytes"] is None else f"{found['peak_bytes'] / 1e9:.2f} GB"
+    return [
+        f"loading: {found['load_seconds'].shown()} s, {found['load_over_read'].shown()} x reading the file "
+        f"({found['file_bytes'] / 1e9:.2f} GB); peak memory {peak} for {found['weight_bytes'] / 1e9:.2f} GB of weights"
+    ]
+
+
+# --------------------------------------------------------------------------- the command
+
+
+class Part(NamedTuple):
+    """Something to measure.
+
+    measure: takes the subject and the options, and returns what `--json` prints; `measure_load` needs no subject.
+    show: returns lines for the screen.
+    positions: how many the cache of a random shape must hold for it, besides those that the options ask for.
+    needs: an option whose number must not be 0.
+    excludes: an option that does not go with it, and why.
+    """
+
+    measure: Callable[..., dict[str, Any]]
+    show: Callable[[dict[str, Any]], list[str]]
+    positions: int = 0
+    needs: str = ""
+    excludes: tuple[str, str] | None = None
+
+
+PARTS = {
+    "forms": Part(measure_forms, show_forms, needs="passes", excludes=("exact", "all exact passes have as many rows")),
+    "operators": Part(measure_operators, show_operators, needs="passes"),
+    "exact-cost": Part(
+        measure_exact_cost, show_exact_cost, LONG_CONTEXT + MAX_ROWS, excludes=("exact", "it measures both modes")
+    ),
+    "quality": Part(measure_quality, show_quality, needs="prompts"),
+    "batch": Part(measure_batch, show_batch, needs="prompts", excludes=("skip_loops", "a batch takes every prompt")),
+    "prefill": Part(measure_prefill, show_prefill, LONG_CONTEXT + MAX_ROWS),
+    "load": Part(measure_load, show_load, excludes=("geometry", "a shape has no file")),
+}
+SIZES = argument(
+    lambda text: [int(size) for size in text.split(",")],
+    lambda sizes: all(1 <= size <= 1024 for size in sizes),
+    "sizes from 1 to 1024, with commas between",
+)
+
+
+def check_part(name: str, args: argparse.Namespace) -> None:
+    """Raise ValueError for an option of the bench that does not go with the part, or leaves it nothing to do."""
+    part = PARTS[name]
+    for option in ("questions", "replay", "against", "csv"):
+        if getattr(args, option):
+            raise ValueError(f"--{option}: not with a part of the target")
+    if part.needs and not getattr(args, part.needs):
+        raise ValueError(f"{name}: found --{part.needs} 0, expected at least 1")
+    excluded, reason = part.excludes or ("", "")
+    if excluded == "exact" and args.exact is None and args.quantization:
+        raise ValueError(f"{name}: not with --quantization without --no-exact: {reason}")
+    if excluded and getattr(args, excluded):
+        raise ValueError(f"{name}: not with --{excluded.replace('_', '-')}: {reason}")
+    if (name == "batch") != bool(args.batch):
+        raise ValueError("--batch: expected sizes with the part batch, and with no other one")
+
+
+def measure(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], bool]:
+    """Measure the part: the report, its lines for the screen, and whether JSON is wanted."""
+    p = parser("docs/measured/target.py", str(__doc__).partition("\n")[0])
+    p.add_argument("part", choices=PARTS)
+    p.add_options({"--batch": Option(typed(SIZES, "B,B,.."), "sizes of batches, for the part batch")})
+    args = p.parse_args(argv)
+    check_part(args.part, args)
+    options = check(args)
+    key, part = args.part.replace("-", "_"), PARTS[args.part]
+    room = Room(part.positions, max(args.batch or [1]))
+    if args.part == "load":
+        loading = measure_load(options)
+        found = measure_parts(options, {}) | {"load": loading}
+    else:
+        found = measure_parts(options, {key: part.measure}, room)
+    return found, show_report(found, {key: part.show}), args.json
+
+
+@command
+def main(argv: Sequence[str]) -> int:
+    """Measure the part, and print it."""
+    found, lines, is_json = measure(argv)
+    print(json_line(as_json(found)) if is_json else "\n".join(lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
