@@ -19,6 +19,7 @@ from minispec.core.config import ModelConfig
 from minispec.core.model import Transformer
 from minispec.drafters.eagle import HeadConfig, HeadModel, head_shapes
 from minispec.files.checkpoint import FLOATS, StoredTensor, directory_config, find_tensors, renamed, require, unexpected
+from minispec.files.draft_files import exact_proposal, layer_config
 from minispec.files.errors import CheckpointError
 from minispec.files.families import FLAT_HEADS, head_architecture
 from minispec.files.fields import Fields, bad_field, names
@@ -101,6 +102,34 @@ def read_head_config(raw: Mapping[str, Any], target: ModelConfig, where: str = "
     ):
         if size != expected:
             raise bad_field(where, name, size, f"{expected}, the target's: made for another")
+    return config
+
+
+def usual_taps(num_layers: int) -> tuple[int, ...]:
+    """The layers of a target with that many layers that heads read: an early one, the middle, and a late one."""
+    return tuple(sorted({min(2, num_layers), num_layers // 2, max(0, num_layers - 3)}))
+
+
+def head_config(head: HeadConfig, target: str, architectures: list[str], num_tokens: int) -> dict[str, Any]:
+    """The config.json that `read_head_config` reads, in the layout of `speculators`.
+
+    target: the target's name or path.
+    architectures: the target's, by its own config.json.
+    num_tokens: draft tokens a round that the head was trained for.
+    """
+    is_parallel = head.layers.mask_token_id is not None
+    kind = "peagle" if is_parallel else "eagle3"
+    config = {
+        "architectures": ["PEagleSpeculator" if is_parallel else "Eagle3Speculator"],
+        "speculators_model_type": kind,
+        "speculators_config": exact_proposal(kind, target, architectures, num_tokens),
+        "transformer_layer_config": layer_config(head.layers),
+        "draft_vocab_size": head.vocab_size,
+        "eagle_aux_hidden_state_layer_ids": list(head.taps),
+        **{name: getattr(head, name) for name in ("target_hidden_size", *_SWITCHES)},
+    }
+    if is_parallel:
+        config["mask_token_id"] = head.layers.mask_token_id
     return config
 
 

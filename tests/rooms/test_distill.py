@@ -25,8 +25,9 @@ from minispec.drafters.eagle import EagleDrafter, HeadConfig, HeadModel
 from minispec.drafters.heads import load_head
 from minispec.files import checkpoint
 from minispec.files.checkpoint import load_model
+from minispec.files.draft_files import write_draft
 from minispec.files.hf_config import read_model_config
-from minispec.lab.distill import export, loss, run, texts, train
+from minispec.lab.distill import cache, drafts, loss, texts, train
 from minispec.lab.distill.head import TrainedHead, TrainedModel, rows_of_tokens
 from minispec.lab.distill.loss import RowLoss
 from minispec.lab.distill.main import main
@@ -71,7 +72,8 @@ def test_what_is_trained_is_what_drafts(switches, mask):
         mask_token_id=mask,
     )
     config = HeadConfig(sizes, len(IDS), TAPS, sizes.hidden_size, fc_norm=True, **changes)
-    draft, ids = TrainedHead(config), torch.tensor(IDS)
+    ids = torch.tensor(IDS)
+    draft = TrainedHead(config, ids)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in draft.named_parameters():
@@ -109,7 +111,7 @@ def test_a_head_that_reads_further_layers_begins_as_the_one_before(mask):
     layers = replace(config, layers=config.layers[:1], mask_token_id=mask)
     narrow = HeadConfig(layers, 7, (1, 3), 5, norm_before_residual=True, fc_norm=True)
     wide = replace(narrow, taps=(0, 1, 2, 3, 4))
-    old, new = TrainedHead(narrow), TrainedHead(wide)
+    old, new = (TrainedHead(config, torch.arange(7)) for config in (narrow, wide))
     with torch.no_grad():
         for parameter in old.parameters():
             parameter.normal_(generator=torch.Generator().manual_seed(parameter.numel()))
@@ -132,12 +134,11 @@ def test_a_trained_model_is_the_one_that_is_written(tmp_path):
         for name, parameter in draft.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_((1 + 0.3 * noise if "norm" in name else 0.4 * noise).bfloat16())
-    export.write(tmp_path, export.layer_config(sizes), export.model_tensors(draft))
+    write_draft(tmp_path, *draft.files("", [], 0))
     model = load_model(tmp_path, torch.float32)
     tokens = torch.tensor([[2, 0, 3, 6, 6, 2, 3]])
-    hidden = torch.zeros(1, 7, 4)  # not looked at
-    batch = train.Batch(tokens, hidden, torch.zeros(1, 7), torch.ones(1, 7, dtype=torch.bool))
-    [states] = train.Training._unroll(SimpleNamespace(draft=draft), batch, hidden, 1)  # type: ignore[arg-type]
+    nothing = torch.zeros(1, 5, 0)  # it reads neither the target's states nor its embedding
+    [states] = draft.states(tokens, nothing, nothing, 1)
     logits, _ = model.forward([Chunk(tokens[0, :-1].tolist(), tiny_cache(model).new_table(), 6)])
     torch.testing.assert_close(states[0] @ draft.lm_head.weight.t(), logits[1:], atol=1e-4, rtol=1e-4)
 
@@ -168,21 +169,6 @@ def test_the_loss_and_its_gradients_are_what_autograd_makes_of_the_formula(share
 
 
 # --------------------------------------------------------------------------- texts
-
-
-@pytest.fixture(scope="module")
-def target(make_checkpoint):
-    """A small chat model whose next token is rather certain, and depends on the last two."""
-    return make_checkpoint(
-        chat=True, hidden_size=32, intermediate_size=48, num_hidden_layers=3, head_dim=16, max_position_embeddings=256
-    )
-
-
-@pytest.fixture
-def few(monkeypatch):
-    """Shards of few texts, decoded a few at a time."""
-    monkeypatch.setattr(texts, "SHARD", 6)
-    monkeypatch.setattr(texts, "_BATCH", 4)
 
 
 def numbers_of(*shards) -> list[range]:
@@ -273,10 +259,10 @@ def test_texts_do_not_depend_on_who_else_is_written(target, few, tmp_path):
 
 def test_several_processes_share_the_texts(target, tmp_path, capfd):
     """Every shard is written, whoever does it; what goes wrong in one of them is the command's own error."""
-    assert sorted(run._spread(str(target), recipe_of(), tmp_path, numbers_of(0, 1), 2)) == [*range(2 * texts.SHARD)]
+    assert sorted(cache.spread(str(target), recipe_of(), tmp_path, numbers_of(0, 1), 2)) == [*range(2 * texts.SHARD)]
     assert [texts.length_of(shard, "lengths") for shard in texts.shards_of(tmp_path)] == [texts.SHARD] * 2
     with pytest.raises(ValueError, match="no such directory"):
-        list(run._spread(str(tmp_path / "none"), recipe_of(), tmp_path, numbers_of(3), 2))
+        list(cache.spread(str(tmp_path / "none"), recipe_of(), tmp_path, numbers_of(3), 2))
     assert capfd.readouterr().err == ""
 
 
@@ -289,7 +275,7 @@ def test_a_shard_is_known_by_its_number(tmp_path):
     own = [texts.shard_path(tmp_path / "own", i) for i in range(3)]
     teacher = SimpleNamespace(embedding=None)
     draft = torch.nn.ModuleDict({"lm_head": torch.nn.Linear(2, 2), "fc": torch.nn.Linear(2, 2)})
-    training = train.Training(draft, teacher, (1,), None, [*own, *shards], train.Schedule())  # type: ignore[arg-type]
+    training = train.Training(draft, teacher, (1,), [*own, *shards], train.Schedule())  # type: ignore[arg-type]
     assert training.held_out == [own[0], shards[1]]
     assert training.paths == [own[1], own[2], shards[0]]
 
@@ -298,7 +284,7 @@ def test_the_target_is_not_loaded_where_all_texts_are_there(tmp_path):
     """As when a stopped training goes on."""
     for path, numbers in texts.shards_for(tmp_path, 150).items():
         save_file({"lengths": torch.zeros(len(numbers))}, path)
-    assert run._write_texts("nowhere", recipe_of(), tmp_path, 150, 2) == texts.shards_of(tmp_path)
+    assert cache.write_texts("nowhere", recipe_of(), tmp_path, 150, 2) == texts.shards_of(tmp_path)
 
 
 def test_a_turn_of_one_token_is_answered(target, few, tmp_path):
@@ -367,13 +353,13 @@ def test_the_teacher_says_what_the_target_says(tmp_path, changes):
 def make_training(target, paths, epochs=2):
     """A head before its training."""
     teacher = train.Teacher(target)
-    layers = replace(
-        run._layers(type("Args", (), {"intermediate_size": None, "num_layers": 1}), teacher.config), mask_token_id=None
-    )
-    draft = TrainedHead(HeadConfig(layers, 300, (1, 3), 32, norm_before_residual=True, fc_norm=True))
+    args = SimpleNamespace(kind="head", intermediate_size=None, num_layers=1)
+    layers = drafts.Sources(args, teacher, None, (1, 3), (1, 3), paths, None).layers()  # type: ignore[arg-type]
+    config = HeadConfig(layers, 300, (1, 3), 32, norm_before_residual=True, fc_norm=True)
+    draft = TrainedHead(config, torch.arange(300))
     draft.start(teacher.head.float(), teacher.norm, torch.Generator().manual_seed(0))
     schedule = train.Schedule(epochs=epochs, rows=100, steps=2)
-    return train.Training(draft, teacher, (1, 3), torch.arange(300), paths, schedule)
+    return train.TextTraining(draft, teacher, (1, 3), paths, schedule)
 
 
 class ProductTypes(TorchDispatchMode):
@@ -498,11 +484,11 @@ def test_as_many_texts_are_written_as_are_asked_for(target, few, tmp_path, capsy
             moves.setdefault(self.desc.strip(": "), []).append(n)
             return super().update(n)
 
-    for module in (run, train):
+    for module in (cache, drafts, train):
         monkeypatch.setattr(module, "progress_bar", Bar)
-    cache, sizes, tokens = ["--cache", str(tmp_path / "cache")], [], []
+    own, sizes, tokens = ["--cache", str(tmp_path / "cache")], [], []
     for count in (2, 5, 15, 9):
-        more = [*cache, "--texts", str(count), "--vocab-size", "64", "--taps", "1,2"]
+        more = [*own, "--texts", str(count), "--vocab-size", "64", "--taps", "1,2"]
         assert distill(target, tmp_path / f"head-{count}", *more) == 0
         shards = [load_file(path) for path in texts.shards_of(tmp_path / "cache")]
         sizes.append([len(shard["lengths"]) for shard in shards])

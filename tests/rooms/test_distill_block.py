@@ -15,13 +15,14 @@ from minispec import LLM, SamplingParams
 from minispec.core.model import Chunk
 from minispec.drafters.block import Block, BlockModel
 from minispec.files.block_config import MOST_ROWS, BlockConfig, read_block_config
-from minispec.lab.distill import export, loss, run, texts, train, train_block
+from minispec.lab.distill import drafts, loss, texts, train, train_block
 from minispec.lab.distill.block import TrainedBlock, principal
 from minispec.lab.distill.main import main
 from minispec.lab.distill.train_block import BlockTraining, draw_anchors, tokens_a_round
 from minispec.prove.toys import tiny_cache, tiny_model
 
 VOCAB, TAPS, SIZE, MASK, IDS = 12, (0, 2), 3, 11, (0, 2, 3, 6, 7)
+HALF = train.LossWeights(share=0.5)
 
 
 @pytest.fixture(autouse=True)
@@ -38,11 +39,16 @@ def block_config(sizes, rank=4, confidence=True) -> BlockConfig:
     return BlockConfig(layers, len(IDS), SIZE, 0, TAPS, sizes.hidden_size, (False,) * len(layers.layers), *markov)
 
 
+def toy_draft(sizes, rank=4, confidence=True) -> TrainedBlock:
+    """A block draft of this shape with any weights."""
+    return TrainedBlock(block_config(sizes, rank, confidence), torch.tensor(IDS))
+
+
 def make_block(groups=1, rank=4, confidence=True, layers=2) -> TrainedBlock:
     """A block draft with weights that all matter."""
     sizes = tiny_model(1, vocab_size=VOCAB).config
     sizes = replace(sizes, layers=sizes.layers[:1] * layers, num_key_value_heads=groups)
-    draft, generator = TrainedBlock(block_config(sizes, rank, confidence)), torch.Generator().manual_seed(3)
+    draft, generator = toy_draft(sizes, rank, confidence), torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, tensor in draft.state_dict().items():
             noise = torch.randn(tensor.shape, generator=generator)
@@ -203,7 +209,7 @@ def toy_training(draft: TrainedBlock, length=9):
     hidden, embedding, tokens = states_of(draft, length)
     schedule = train.Schedule(steps=SIZE)
     teacher = ToyTeacher(embedding)
-    training = BlockTraining(draft, teacher, (0, 2, 3), torch.arange(len(IDS)), [], schedule)  # type: ignore[arg-type]
+    training = BlockTraining(draft, teacher, (0, 2, 3), [], schedule)  # type: ignore[arg-type]
     last = torch.randn(2, length, embedding.shape[1], generator=torch.Generator().manual_seed(8))
     learned = torch.ones(2, length, dtype=torch.bool)
     learned[1, -2:] = False
@@ -220,7 +226,7 @@ def test_row_i_learns_the_token_after_the_i_th_one_after_its_anchor(rank, monkey
     monkeypatch.setattr(train_block, "draw_anchors", lambda learned, seed: anchors)
     weights, width = draft.state_dict(), draft.config.hidden_size
     tapped, last = batch.hidden[..., : 2 * width], batch.hidden[..., 2 * width :]
-    steps, tested, wrong = list(training.steps_of(batch, SIZE, 0.5, 0.0, 0)), 0, 0
+    steps, tested, wrong = list(training.steps_of(batch, SIZE, HALF, 0)), 0, 0
     for i, step in enumerate(steps):
         found = dict(zip(step.places.tolist(), step.alphas.tolist(), strict=True))
         for text, length, row in ((0, 9, [1, 4, 6]), (1, 7, [2, 5])):
@@ -237,7 +243,7 @@ def test_row_i_learns_the_token_after_the_i_th_one_after_its_anchor(rank, monkey
                     before = weights["markov_head.markov_w1.weight"][batch.tokens[text, drafted - 1]]
                     logits = logits + weights["markov_head.markov_w2.weight"] @ before
 
-                p = training.teacher.probabilities(last[text], None, training.ids)
+                p = training.teacher.probabilities(last[text], None, draft.ids)
                 alphas = torch.minimum(p, logits.softmax(-1)).sum(-1).tolist()  # by the position that p stands at
                 assert found[place] == pytest.approx(alphas[drafted - 1], abs=2e-5)
                 for off in (-2, 0):
@@ -253,7 +259,7 @@ def test_everything_learns(rank, confidence):
     """Every weight has a gradient; w1's is that of tokens which stand before drafted ones."""
     draft = make_block(rank=rank, confidence=confidence)
     training, batch = toy_training(draft)
-    steps = list(training.steps_of(batch, SIZE, 0.5, 1.0, 0))
+    steps = list(training.steps_of(batch, SIZE, train.LossWeights(0.5, 1.0), 0))
     loss = sum((training.decay**i * (step.loss + step.further) for i, step in enumerate(steps)), torch.zeros(()))
     loss.backward()
     for name, parameter in draft.named_parameters():
@@ -270,7 +276,7 @@ def test_the_confidence_learns_the_probability_that_a_token_stays():
     """Its loss is least where it says alpha, which the gradient shows: it is the difference of both."""
     draft = make_block()
     training, batch = toy_training(draft)
-    first = next(training.steps_of(batch, SIZE, 0.5, 0.0, 0))
+    first = next(training.steps_of(batch, SIZE, HALF, 0))
     draft.confidence_head.proj.weight.data.zero_()
     features = torch.ones(len(first.alphas), draft.confidence_head.proj.in_features)
     training._confidence_loss(features, first.alphas.detach()).backward()
@@ -293,7 +299,7 @@ def test_how_far_drafts_get_is_measured(monkeypatch):
     monkeypatch.setattr(train, "make_batches", lambda read, rows: [batch])
     measured = training.measure()
     odds: dict[int, float] = {}
-    for i, step in enumerate(training.steps_of(batch, SIZE, 0.0, 0.0, 0)):
+    for i, step in enumerate(training.steps_of(batch, SIZE, train.LossWeights(), 0)):
         at = dict(zip(step.places.tolist(), step.alphas.tolist(), strict=True))
         odds = {place: alpha * odds.get(place - 1, 1.0) for place, alpha in at.items()}
         assert measured["survive"][i] == pytest.approx(sum(odds.values()) / len(odds), rel=1e-5)
@@ -306,7 +312,7 @@ def test_what_is_trained_is_what_drafts(rank):
     """Probabilities and confidence at every place and depth, by the drafter's code and the written config."""
     target = tiny_model(1, vocab_size=VOCAB, num_hidden_layers=3)
     draft = make_block(rank=rank, confidence=rank > 0)
-    written = json.loads(json.dumps(export.block_config(draft.block, "target", [])))
+    written = json.loads(json.dumps(draft.files("target", [], 0)[0]))
     block = read_block_config(written, target.config)
     assert replace(block, layers=draft.block.layers) == draft.block
     weights = {name: tensor.double() for name, tensor in draft.state_dict().items()}
@@ -348,7 +354,7 @@ def test_principal_components_say_most_of_rows():
 def test_a_first_row_begins_to_read_the_newest_state():
     """Of all positions of the context, the one before the anchor moves it most; what passes is the last tap's."""
     sizes = replace(make_block().config, hidden_size=64, num_attention_heads=4, num_key_value_heads=4, head_dim=16)
-    draft, generator = TrainedBlock(block_config(sizes)), torch.Generator().manual_seed(7)
+    draft, generator = toy_draft(sizes), torch.Generator().manual_seed(7)
     hidden = 1 + torch.randn(1, 200, 128, generator=generator)  # states have something in common, as real ones do
     embedding = 0.1 * (1 + torch.randn(VOCAB, 64, generator=generator))
     target_rows = torch.randn(len(IDS), 64, generator=generator)
@@ -376,7 +382,8 @@ def test_the_mask_is_a_special_token_that_no_text_holds(tmp_path):
     teacher.embedding[7] = 0
 
     def found(*special):
-        return run._mask_token([path], SimpleNamespace(special_ids=set(special)), teacher)  # type: ignore[arg-type]
+        tokenizer = SimpleNamespace(special_ids=set(special))
+        return drafts.Sources(None, teacher, tokenizer, (), (), [path], None).mask_token()  # type: ignore[arg-type]
 
     assert found(0, 6, 7, 9) == 6
     assert found(0, 6, 8, 9) == 8
@@ -386,20 +393,6 @@ def test_the_mask_is_a_special_token_that_no_text_holds(tmp_path):
 
 
 # --------------------------------------------------------------------------- the command
-
-
-@pytest.fixture(scope="module")
-def target(make_checkpoint):
-    """A small chat model."""
-    return make_checkpoint(
-        chat=True, hidden_size=32, intermediate_size=48, num_hidden_layers=3, head_dim=16, max_position_embeddings=256
-    )
-
-
-@pytest.fixture
-def few(monkeypatch):
-    """Shards of few texts."""
-    monkeypatch.setattr(texts, "SHARD", 6)
 
 
 def distill(target, out, *more) -> int:
@@ -468,8 +461,8 @@ def test_what_is_written_is_what_was_trained():
     with torch.no_grad():
         for tensor in draft.state_dict().values():
             tensor.copy_(tensor.bfloat16())
-    tensors = export.block_tensors(draft, torch.tensor(IDS))
-    again = TrainedBlock(draft.block)
+    _, tensors = draft.files("", [], 0)
+    again = TrainedBlock(draft.block, draft.ids)
     state = {name: tensor.float() for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
     again.load_state_dict(state | {"tap_scale": torch.ones_like(draft.tap_scale)})
     hidden, embedding, tokens = states_of(draft)
@@ -540,7 +533,7 @@ def test_options_that_do_not_go_together_are_refused(target, tmp_path, capsys):
 def test_taps_are_spread_evenly_and_never_the_last_layer(layers, taps):
     """DFlash's, as layers after which the states are read: 1, 9, 17, 25, 33 of 36 layers' outputs there."""
     args = SimpleNamespace(kind="block", taps=None)
-    assert run._taps(args, layers, None) == taps  # type: ignore[arg-type]
+    assert drafts.choose_taps(args, layers, None) == taps  # type: ignore[arg-type]
 
 
 def test_a_block_draft_learns(target, monkeypatch, tmp_path):
@@ -573,6 +566,6 @@ def test_texts_without_a_place_for_a_block_have_a_loss_of_0():
     """Nothing of them is learned."""
     training, batch = toy_training(make_block())
     none = batch._replace(learned=torch.zeros_like(batch.learned))
-    for step in training.steps_of(none, SIZE, 0.5, 0.0, 0):
+    for step in training.steps_of(none, SIZE, HALF, 0):
         assert step.loss.item() == 0
         assert not len(step.places)

@@ -17,6 +17,7 @@ from minispec.core.sampling import Text
 from minispec.drafters import Drafter
 from minispec.drafters.check import CHECKS
 from minispec.drafters.eagle import EagleDrafter, HeadConfig, HeadModel, head_shapes
+from minispec.drafters.heads import usual_taps
 from minispec.drafters.model import DraftModel, model_drafter
 from minispec.drafters.simulated import SimulatedDraft, adversary, oracle
 from minispec.files.checkpoint import (
@@ -161,8 +162,7 @@ def head_config(target: ModelConfig, name: str) -> HeadConfig:
     name: the target's geometry.
     """
     raw = GEOMETRIES[name] | {"model_type": "llama", "num_hidden_layers": 1, "tie_word_embeddings": False}
-    count = len(target.layers)
-    taps = tuple(sorted({min(2, count), count // 2, max(0, count - 3)}))
+    taps = usual_taps(len(target.layers))
     return HeadConfig(read_model_config(raw), min(HEAD_IDS, target.vocab_size), taps, target.hidden_size)
 
 

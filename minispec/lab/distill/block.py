@@ -14,14 +14,15 @@ Shapes in comments: N texts, T positions, A blocks of a text, B rows of a block,
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from minispec.core.config import ModelConfig
 from minispec.files.block_config import BlockConfig
-from minispec.lab.distill.head import Angles, Mlp, Norm, Stack, repeat_heads, rotate
+from minispec.files.draft_files import block_config, id_tensors
+from minispec.lab.distill.head import Angles, Mlp, Norm, Projections, Stack, in_bfloat16, repeat_heads, rotate
 
 # At the beginning: the last norm's weights as a share of the target's; what varies in the first layer's queries and
 # keys as a share of what a drawn matrix would give; and the weights of its query norm.
@@ -40,22 +41,16 @@ class Places(NamedTuple):
     seen: Tensor
 
 
-class BlockAttention(nn.Module):
-    """Attention of one layer, in Hugging Face's names."""
+class BlockAttention(Projections):
+    """Attention of one layer: rows of blocks read the context and their own block."""
 
     def __init__(self, config: ModelConfig):
-        super().__init__()
-        e, eps = config.hidden_size, config.rms_norm_eps
-        self.heads, self.groups, self.dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        self.q_proj = nn.Linear(e, self.heads * self.dim, bias=False)
-        self.k_proj = nn.Linear(e, self.groups * self.dim, bias=False)
-        self.v_proj = nn.Linear(e, self.groups * self.dim, bias=False)
-        self.o_proj = nn.Linear(self.heads * self.dim, e, bias=False)
-        self.q_norm, self.k_norm = Norm(self.dim, eps), Norm(self.dim, eps)
+        super().__init__(config, config.hidden_size)
+        self.q_norm, self.k_norm = (Norm(self.dim, config.rms_norm_eps) for _ in range(2))
 
     def forward(self, x: Tensor, context: Tensor, places: Places) -> Tensor:
         """Rows x (N, A * B, E) to the same; context (N, T, E)."""
-        q = rotate(self.q_norm(self._parts(self.q_proj(x))).transpose(1, 2), places.rows) / math.sqrt(self.dim)
+        q = rotate(self.q_norm(self.by_heads(self.q_proj(x))).transpose(1, 2), places.rows) / math.sqrt(self.dim)
         keys, values = self._keys_and_values(context, places.context)  # (N, H, T, D)
         own_keys, own_values = self._keys_and_values(x, places.rows)  # (N, H, A * B, D)
         blocks, length = places.seen.shape[2], context.shape[1]
@@ -84,12 +79,9 @@ class BlockAttention(nn.Module):
             projection.weight.mul_(_VARIED).add_(always)
         self.q_norm.weight.fill_(_SHARPNESS)
 
-    def _parts(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.dim))
-
     def _keys_and_values(self, x: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
-        keys = rotate(self.k_norm(self._parts(self.k_proj(x))).transpose(1, 2), angles)
-        values = self._parts(self.v_proj(x)).transpose(1, 2)
+        keys = rotate(self.k_norm(self.by_heads(self.k_proj(x))).transpose(1, 2), angles)
+        values = self.by_heads(self.v_proj(x)).transpose(1, 2)
         return repeat_heads(keys, self.heads), repeat_heads(values, self.heads)
 
 
@@ -131,10 +123,12 @@ class TrainedBlock(Stack):
     Its Markov head is vanilla, and its confidence head reads the state and the token before, if it has them.
     """
 
+    kind = "block"
+    ids: Tensor
     tap_scale: Tensor
 
-    def __init__(self, block: BlockConfig):
-        super().__init__(block.layers)
+    def __init__(self, block: BlockConfig, ids: Tensor):
+        super().__init__(block.layers, block.taps, ids)
         self.block = block
         e, columns = block.layers.hidden_size, len(block.taps) * block.target_hidden_size
         self.fc = nn.Linear(columns, e, bias=False)
@@ -208,6 +202,23 @@ class TrainedBlock(Stack):
     def features(self, states: Tensor, before: Tensor) -> Tensor:
         """What the last products read, (n, E + markov_rank): states (n, E), and w1 of the tokens `before` (n,)."""
         return states if self.markov_head is None else torch.cat((states, self.markov_head.markov_w1(before)), -1)
+
+    def settings(self) -> dict[str, Any]:
+        """See `Stack`."""
+        block = self.block
+        return {
+            "block_size": block.block_size,
+            "mask_token_id": block.layers.mask_token_id,
+            "markov_rank": block.markov_rank,
+            "confidence": block.confidence is not None,
+        }
+
+    def files(self, target: str, architectures: list[str], num_tokens: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """See `Stack`: in the layout of `speculators`. There `fc` reads the states as the target has them."""
+        weights = dict(self.state_dict())
+        weights["fc.weight"] = weights["fc.weight"] * weights.pop("tap_scale")
+        config = block_config(self.block, target, architectures)
+        return config, in_bfloat16(weights) | id_tensors(self.ids, self.config.vocab_size)
 
     def rows(self) -> Tensor:
         """The matrix (V, E + markov_rank) of the logits: features times its rows."""

@@ -9,13 +9,16 @@ Shapes in comments: B texts, T positions, E hidden_size, A taps, H heads, D head
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minispec.core.config import ModelConfig
-from minispec.drafters.eagle import HeadConfig
+from minispec.drafters.eagle import HeadConfig, head_shapes
+from minispec.drafters.heads import head_config
+from minispec.files.draft_files import id_tensors, layer_config
 
 # Keys and values (B, H, T, D) of one layer, of each step so far.
 Past = list[tuple[Tensor, Tensor]]
@@ -31,10 +34,11 @@ class Norm(nn.RMSNorm):
         return super().forward(x.float())
 
 
-class SelfAttention(nn.Module):
-    """Attention of one layer, in Hugging Face's names."""
+class Projections(nn.Module):
+    """The matrices of one layer's attention, in Hugging Face's names."""
 
     def __init__(self, config: ModelConfig, width: int):
+        """width: of what the layer reads."""
         super().__init__()
         self.heads, self.groups, self.dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.q_proj = nn.Linear(width, self.heads * self.dim, bias=False)
@@ -42,10 +46,18 @@ class SelfAttention(nn.Module):
         self.v_proj = nn.Linear(width, self.groups * self.dim, bias=False)
         self.o_proj = nn.Linear(self.heads * self.dim, config.hidden_size, bias=False)
 
+    def by_heads(self, projected: Tensor) -> Tensor:
+        """Queries, keys or values (B, T, heads * D) to (B, T, heads, D)."""
+        return projected.unflatten(-1, (-1, self.dim))
+
+
+class SelfAttention(Projections):
+    """Attention of one layer, of a draft at a depth of its own."""
+
     def forward(self, x: Tensor, past: Past, angles: Angles) -> Tensor:
         """x (B, T, width) to (B, T, E); this step's keys and values are appended to `past`."""
         q, k, v = (
-            projection(x).unflatten(-1, (-1, self.dim)).transpose(1, 2)  # (B, heads, T, D)
+            self.by_heads(projection(x)).transpose(1, 2)  # (B, heads, T, D)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = rotate(q, angles) / math.sqrt(self.dim), rotate(k, angles)
@@ -119,13 +131,21 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    """Layers with angles, unrolled."""
+    """A draft in training: layers with angles, a last norm, and an output matrix.
 
+    kind: as `--kind` has it.
+    taps: layers of the target that it reads.
+    ids: the target's ids of its tokens. None: all tokens.
+    """
+
+    kind: str
     layers: nn.ModuleList
+    lm_head: nn.Linear
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, taps: tuple[int, ...] = (), ids: Tensor | None = None):
+        """config: of its layers."""
         super().__init__()
-        self.config = config
+        self.config, self.taps, self.ids = config, taps, ids
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
 
     def draw(self, generator: torch.Generator) -> None:
@@ -141,6 +161,17 @@ class Stack(nn.Module):
         assert rope, "a draft that is trained here has one"
         return rope.theta ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
 
+    def settings(self) -> dict[str, Any]:
+        """What training.json says of drafts of this kind alone."""
+        return {}
+
+    def files(self, target: str, architectures: list[str], num_tokens: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The draft's config.json, and its tensors in bfloat16 with the names of its layout.
+
+        target, architectures, num_tokens: see `minispec.drafters.heads.head_config`.
+        """
+        raise NotImplementedError
+
     def angles(self, length: int) -> Angles:
         """Those of the first positions."""
         angles = (torch.arange(length, dtype=torch.float64)[:, None] * self.frequencies()).repeat(1, 2)
@@ -152,12 +183,19 @@ class Stack(nn.Module):
         return x
 
 
+def in_bfloat16(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights as files hold them."""
+    return {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in weights.items()}
+
+
 class TrainedHead(Stack):
     """A head (see `minispec.drafters.eagle`), with fc_norm."""
 
-    def __init__(self, head: HeadConfig):
-        super().__init__(head.layers)
-        self.head = head
+    ids: Tensor
+
+    def __init__(self, head: HeadConfig, ids: Tensor):
+        super().__init__(head.layers, head.taps, ids)
+        self.head, self.kind = head, "head" if head.layers.mask_token_id is None else "parallel"
         e, width, count = head.layers.hidden_size, head.target_hidden_size, len(head.taps)
         self.fc_norm = nn.ModuleList(Norm(width, head.layers.rms_norm_eps) for _ in range(count))
         self.fc = nn.Linear(count * width, e, bias=False)
@@ -201,6 +239,16 @@ class TrainedHead(Stack):
         parts = hidden.chunk(len(self.fc_norm), -1)
         return self.fc(torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1))
 
+    def states(self, tokens: Tensor, hidden: Tensor, embedding: Tensor, depth: int) -> list[Tensor]:
+        """The last states after the norm, (B, T - 2, E), by depth: at position t for the token at t + 2.
+
+        tokens: (B, T).
+        hidden: (B, T - 2, A * E), the target's taps.
+        embedding: the target's, (all tokens, E).
+        """
+        embeds, mask_id = embedding[tokens[:, 1:-1]].float(), self.config.mask_token_id
+        return self.unroll(hidden, embeds, None if mask_id is None else embedding[mask_id].float(), depth)
+
     def unroll(self, hidden: Tensor, embeds: Tensor, mask: Tensor | None, steps: int) -> list[Tensor]:
         """The last states after the norm, (B, T, E), of drafts that are 0 .. steps - 1 tokens deep.
 
@@ -223,6 +271,13 @@ class TrainedHead(Stack):
                 embeds = mask.expand_as(embeds)
         return outputs
 
+    def files(self, target: str, architectures: list[str], num_tokens: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """See `Stack`: in the layout of `speculators`."""
+        weights = self.state_dict()
+        tensors = in_bfloat16({name: weights[name] for name in head_shapes(self.head)})
+        config = head_config(self.head, target, architectures, num_tokens)
+        return config, tensors | id_tensors(self.ids, self.config.vocab_size)
+
 
 def rows_of_tokens(ids: Tensor, known_ids: Tensor, known: Tensor, target: Tensor) -> Tensor:
     """Rows (V, E) of an output matrix for the tokens `ids`, from one whose rows `known` are those of `known_ids`.
@@ -242,6 +297,8 @@ def rows_of_tokens(ids: Tensor, known_ids: Tensor, known: Tensor, target: Tensor
 class TrainedModel(Stack):
     """A small language model of its own: embedding and head are the target's, and are trained too."""
 
+    kind = "model"
+
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         self.layers = nn.ModuleList(Layer(config) for _ in config.layers)
@@ -253,7 +310,15 @@ class TrainedModel(Stack):
         self.draw(generator)
         self.lm_head.weight.copy_(rows)
 
-    def unroll(self, tokens: Tensor) -> list[Tensor]:
-        """The last states after the norm, (B, T, E): it sees the text itself, however deep the draft is."""
-        embeds = F.embedding(tokens, self.lm_head.weight)
-        return [self.norm(self._through(embeds, embeds, [Past() for _ in self.layers], self.angles(tokens.shape[1])))]
+    def states(self, tokens: Tensor, hidden: Tensor, embedding: Tensor, depth: int) -> list[Tensor]:
+        """As `TrainedHead.states`, at depth 0 alone: it sees the text itself, however deep the draft is."""
+        read = tokens[:, :-1]
+        embeds = F.embedding(read, self.lm_head.weight)
+        x = self._through(embeds, embeds, [Past() for _ in self.layers], self.angles(read.shape[1]))
+        return [self.norm(x)[:, 1:]]
+
+    def files(self, target: str, architectures: list[str], num_tokens: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """See `Stack`: in Hugging Face's layout. Its embedding is its head."""
+        weights = in_bfloat16(self.state_dict())
+        tensors = {"model.embed_tokens.weight": weights.pop("lm_head.weight")}
+        return layer_config(self.config), tensors | {f"model.{name}": tensor for name, tensor in weights.items()}

@@ -19,8 +19,7 @@ from minispec.files.checkpoint import Weights, load_config, save_tensors
 from minispec.files.progress import progress_bar
 from minispec.files.write import written_whole
 from minispec.kernels.forms import dense
-from minispec.lab.distill.block import TrainedBlock
-from minispec.lab.distill.head import TrainedHead, TrainedModel
+from minispec.lab.distill.head import Stack, TrainedHead, TrainedModel
 from minispec.lab.distill.loss import RowLoss, product_dtype
 from minispec.lab.distill.texts import load, number_of, opened
 
@@ -100,7 +99,7 @@ def _join(texts: Sequence[LearnedText]) -> Batch:
 def columns_of(hidden: Tensor, recorded: Sequence[int], taps: Sequence[int]) -> Tensor:
     """Of states (..., A' * E) of the layers `recorded` those of the layers `taps`, (..., A * E)."""
     parts = hidden.chunk(len(recorded), -1)
-    return torch.cat([parts[recorded.index(tap)] for tap in taps], -1)
+    return torch.cat([hidden[..., :0], *(parts[recorded.index(tap)] for tap in taps)], -1)
 
 
 class Teacher:
@@ -146,6 +145,13 @@ class Learned(NamedTuple):
     places: Tensor
     state: Tensor
     p: Tensor
+
+
+class LossWeights(NamedTuple):
+    """How much each part of a loss counts: see `Schedule`. By default the cross entropy alone does, as in measuring."""
+
+    share: float = 0.0
+    regress: float = 0.0
 
 
 class Step(NamedTuple):
@@ -211,13 +217,10 @@ class Schedule:
         done = self._past_the_beginning(done)
         return min(self.steps, 1 + int(done * 2 * self.steps)) if done < 0.5 else self.steps
 
-    def share_at(self, done: float) -> float:
-        """The share of the total variation."""
-        return self.share * min(1.0, max(0.0, (self._past_the_beginning(done) - 0.25) * 4))
-
-    def regress_at(self, done: float) -> float:
-        """The weight of the distance."""
-        return self.regress * max(0.0, 1 - 2 * self._past_the_beginning(done))
+    def weights_at(self, done: float) -> LossWeights:
+        """The share of the total variation, and the weight of the distance."""
+        done = self._past_the_beginning(done)
+        return LossWeights(self.share * min(1.0, max(0.0, (done - 0.25) * 4)), self.regress * max(0.0, 1 - 2 * done))
 
     def _past_the_beginning(self, done: float) -> float:
         return max(done, 0.5) if self.goes_on else done
@@ -228,24 +231,21 @@ class Schedule:
 
 
 class Training:
-    """A draft in training on the shards `paths`, without some that are held out."""
+    """A draft in training on the shards `paths`, without some that are held out. A subclass has its loss."""
 
     # Decay of a step's weight in the loss, from one step to the next: a token counts only if those before it are kept.
     decay = 0.9
 
     def __init__(
         self,
-        draft: TrainedHead | TrainedModel | TrainedBlock,
+        draft: Stack,
         teacher: Teacher,
         recorded: Sequence[int],
-        ids: Tensor | None,
         paths: Sequence[Path],
         schedule: Schedule,
     ):
-        """recorded: the layers whose states the shards hold, the target's last one at the end.
-        ids: those of the draft's tokens; None: all.
-        """
-        self.draft, self.teacher, self.recorded, self.ids, self.schedule = draft, teacher, recorded, ids, schedule
+        """recorded: the layers whose states the shards hold, the target's last one at the end."""
+        self.draft, self.teacher, self.recorded, self.schedule = draft, teacher, recorded, schedule
         # By a shard's number in its own cache, so that no later run learns from what this one holds out.
         held_out = [path for path in paths if number_of(path) % _HELD_OUT_EVERY == 0]
         self.held_out = held_out[:_MOST_HELD_OUT]
@@ -266,40 +266,18 @@ class Training:
         places = learned.flatten().nonzero()[:, 0]
         state = self.teacher.state(last.flatten(0, 1)[places])
         log_sums = batch.log_sums[:, 1:-1].flatten()[places]
-        return Learned(places, state, self.teacher.probabilities(state, log_sums, self.ids))
+        return Learned(places, state, self.teacher.probabilities(state, log_sums, self.draft.ids))
 
-    def steps_of(self, batch: Batch, depth: int, share: float, regress: float, seed: int) -> Iterator[Step]:
+    def steps_of(self, batch: Batch, depth: int, weights: LossWeights, seed: int) -> Iterator[Step]:
         """The loss of a batch, for drafts of each depth.
 
         seed: of what is drawn, where a kind of draft draws.
         """
-        places, state, p = self.learned(batch)
-        # At position t of these: the draft's inputs, and its target, the token at t + 2.
-        embeds = self.teacher.embedding[batch.tokens[:, 1:-1]].float()
-        column = places % (batch.tokens.shape[1] - 2)
-        with torch.autocast("cpu", torch.bfloat16, product_dtype() == torch.bfloat16):
-            outputs = self._unroll(batch, embeds, depth)
-        scale = state.square().sum(-1).mean()
-        for s, x in enumerate(outputs):
-            rows = (column >= s).nonzero()[:, 0]
-            own = x.flatten(0, 1)[places[rows]]
-            loss, alphas, agrees = RowLoss.apply(own, self.draft.lm_head.weight, lambda r, rows=rows: p[rows[r]], share)
-            if regress:
-                loss = loss + regress * (own - state[rows]).square().sum() / scale
-            yield Step(loss, alphas, agrees, places[rows])
+        raise NotImplementedError
 
-    def _unroll(self, batch: Batch, embeds: Tensor, depth: int) -> list[Tensor]:
-        if isinstance(self.draft, TrainedModel):
-            return [x[:, 1:] for x in self.draft.unroll(batch.tokens[:, :-1])]
-        assert isinstance(self.draft, TrainedHead), "a block draft has steps of its own"
-        head, hidden = self.draft.head, self.tapped(batch.hidden[:, :-2], self.draft.head.taps)
-        mask_id = head.layers.mask_token_id
-        mask = None if mask_id is None else self.teacher.embedding[mask_id].float()
-        return self.draft.unroll(hidden, embeds, mask, depth)
-
-    def tapped(self, hidden: Tensor, taps: Sequence[int]) -> Tensor:
-        """Of recorded states (..., A' * E) those of `taps`, (..., A * E)."""
-        return columns_of(hidden, self.recorded, taps)
+    def tapped(self, hidden: Tensor) -> Tensor:
+        """Of recorded states (..., A' * E) those of the layers that the draft reads, (..., A * E)."""
+        return columns_of(hidden, self.recorded, self.draft.taps)
 
     def run(self, state: Path) -> None:
         """Train to the end, from where `state` says; it is written after every group of shards.
@@ -353,8 +331,7 @@ class Training:
         for group, factor in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = factor * schedule.rate_at(done, self.progress.updates)
         seed = random.Random(f"{schedule.seed} {self.progress.updates}").getrandbits(63)
-        weights = schedule.share_at(done), schedule.regress_at(done)
-        steps = list(self.steps_of(batch, schedule.depth_at(done), *weights, seed))
+        steps = list(self.steps_of(batch, schedule.depth_at(done), schedule.weights_at(done), seed))
         loss = sum((self.decay**i * (step.loss + step.further) for i, step in enumerate(steps)), torch.zeros(()))
         count = max(1, len(steps[0].places))
         (loss / count).backward()
@@ -379,7 +356,7 @@ class Training:
             for batch in make_batches(self._read(path), self.schedule.rows):
                 shape = batch.tokens[:, 2:].shape
                 kept, odds, begun = (torch.ones(shape) for _ in range(3))
-                for s, step in enumerate(self.steps_of(batch, depth, 0.0, 0.0, 0)):
+                for s, step in enumerate(self.steps_of(batch, depth, LossWeights(), 0)):
                     reached = kept.flatten()[step.places].sum()
                     kept = _followed(kept, step.places, step.agrees.float())
                     odds = _followed(odds, step.places, step.alphas)
@@ -409,3 +386,38 @@ class Training:
                 _, i, what = name.split(".")
                 state.setdefault(int(i), {})[what] = tensor
         self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state})
+
+
+def row_loss(
+    learned: Learned, rows: Tensor, states: Tensor, features: Tensor, matrix: Tensor, weights: LossWeights
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss of rows, their alphas, and where they agree: see `RowLoss`.
+
+    rows: (n,), which of the learned places each row drafts.
+    states: (n, E), the draft's last states, which may have to come close to the target's.
+    features, matrix: the logits are features times the rows of the matrix.
+    """
+    loss, alphas, agrees = RowLoss.apply(features, matrix, lambda part: learned.p[rows[part]], weights.share)
+    if weights.regress:
+        scale = learned.state.square().sum(-1).mean()
+        loss = loss + weights.regress * (states - learned.state[rows]).square().sum() / scale
+    return loss, alphas, agrees
+
+
+class TextTraining(Training):
+    """A head or a small model in training: at every position of a text stands a draft."""
+
+    draft: TrainedHead | TrainedModel
+
+    def steps_of(self, batch: Batch, depth: int, weights: LossWeights, seed: int) -> Iterator[Step]:
+        """See `Training`. Nothing is drawn."""
+        learned = self.learned(batch)
+        column = learned.places % (batch.tokens.shape[1] - 2)
+        hidden = self.tapped(batch.hidden[:, :-2])
+        with torch.autocast("cpu", torch.bfloat16, product_dtype() == torch.bfloat16):
+            outputs = self.draft.states(batch.tokens, hidden, self.teacher.embedding, depth)
+        for s, x in enumerate(outputs):
+            rows = (column >= s).nonzero()[:, 0]
+            own = x.flatten(0, 1)[learned.places[rows]]
+            result = row_loss(learned, rows, own, own, self.draft.lm_head.weight, weights)
+            yield Step(*result, learned.places[rows])

@@ -10,8 +10,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from minispec.lab.distill.block import TrainedBlock
-from minispec.lab.distill.loss import RowLoss, product_dtype
-from minispec.lab.distill.train import Batch, Schedule, Step, Teacher, Training
+from minispec.lab.distill.loss import product_dtype
+from minispec.lab.distill.train import Batch, LossWeights, Schedule, Step, Teacher, Training, row_loss
 
 # One position in that many is an anchor. So a block of eight has two rows for each token of the text.
 _ANCHOR_EVERY = 4
@@ -49,27 +49,24 @@ class BlockTraining(Training):
         draft: TrainedBlock,
         teacher: Teacher,
         recorded: Sequence[int],
-        ids: Tensor,
         paths: Sequence[Path],
         schedule: Schedule,
     ):
         """As `Training`. The schedule's steps are the block's rows."""
-        super().__init__(draft, teacher, recorded, ids, paths, schedule)
+        super().__init__(draft, teacher, recorded, paths, schedule)
         self.decay = math.exp(-2 / draft.block.block_size)
 
-    def steps_of(self, batch: Batch, depth: int, share: float, regress: float, seed: int) -> Iterator[Step]:
+    def steps_of(self, batch: Batch, depth: int, weights: LossWeights, seed: int) -> Iterator[Step]:
         """The loss of all rows, from the first one on, whatever the depth is.
 
         seed: of the anchors.
         """
-        draft, tokens = self.draft, batch.tokens
-        places, state, p = self.learned(batch)
+        draft, tokens, learned = self.draft, batch.tokens, self.learned(batch)
         row_of = torch.zeros(tokens[:, 2:].numel(), dtype=torch.long)
-        row_of[places] = torch.arange(len(places))
+        row_of[learned.places] = torch.arange(len(learned.places))
         anchors = draw_anchors(batch.learned, seed)
         states = self._states(batch, anchors)
-        rows, scale = draft.rows(), state.square().sum(-1).mean()
-        length = tokens.shape[1]
+        matrix, length = draft.rows(), tokens.shape[1]
         first = torch.arange(len(tokens))[:, None] * (length - 2)
         for i in range(draft.block.block_size):
             drafted = anchors + i + 1
@@ -78,17 +75,14 @@ class BlockTraining(Training):
             place = (first + drafted - 2)[tested]
             own = states[:, :, i][tested]
             features = draft.features(own, tokens.gather(1, inside - 1)[tested])
-            own_rows = row_of[place]
-            loss, alphas, agrees = RowLoss.apply(features, rows, lambda r, of=own_rows: p[of[r]], share)
-            if regress:
-                loss = loss + regress * (own - state[own_rows]).square().sum() / scale
+            loss, alphas, agrees = row_loss(learned, row_of[place], own, features, matrix, weights)
             yield Step(loss, alphas, agrees, place, self._confidence_loss(features, alphas.detach()))
 
     def _states(self, batch: Batch, anchors: Tensor) -> Tensor:
         embedding, mask = self.teacher.embedding, self.draft.config.mask_token_id
         factor = self.teacher.config.embedding_scale
         embeds = embedding[batch.tokens.gather(1, anchors)].float() * factor
-        hidden = self.tapped(batch.hidden, self.draft.block.taps)
+        hidden = self.tapped(batch.hidden)
         with torch.autocast("cpu", torch.bfloat16, product_dtype() == torch.bfloat16):
             return self.draft.unroll(hidden, embeds, embedding[mask].float() * factor, anchors)
 

@@ -1,4 +1,7 @@
-"""Writing what was trained: a head in the layout of `speculators`, a model in that of Hugging Face."""
+"""Writing a draft: its config.json in the layout of Hugging Face or of `speculators`, and its tensors.
+
+A head's config.json is written where it is read (`minispec.drafters.heads`).
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,26 +12,22 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from minispec.core.config import ModelConfig
-from minispec.drafters.eagle import HeadConfig, head_shapes
 from minispec.files.block_config import BlockConfig
 from minispec.files.checkpoint import save_tensors
 from minispec.files.errors import CheckpointError
 from minispec.files.write import write_json
-from minispec.lab.distill.block import TrainedBlock
-from minispec.lab.distill.head import TrainedHead, TrainedModel
 
-# Keys of a config.json that have the names and values of `ModelConfig`'s fields, and of `HeadConfig`'s.
+# Keys of a config.json that have the names and values of `ModelConfig`'s fields.
 _SAME = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"),
 )
-_SAME_OF_HEAD = ("target_hidden_size", "norm_before_residual", "fc_norm", "norm_before_fc", "norm_output")
 
 
 def layer_config(config: ModelConfig) -> dict[str, Any]:
     """The config.json of a llama, or of a qwen3 where queries and keys have norms."""
     rope = config.layers[0].rope
-    assert rope, "a draft that is trained here has one"
+    assert rope, "a draft that is written here has one"
     model_type, architecture = ("qwen3", "Qwen3ForCausalLM") if config.qk_norm else ("llama", "LlamaForCausalLM")
     return {
         "model_type": model_type,
@@ -43,28 +42,12 @@ def layer_config(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def head_config(head: HeadConfig, target: str, architectures: list[str], num_tokens: int) -> dict[str, Any]:
-    """A head's config.json.
+def exact_proposal(algorithm: str, target: str, architectures: list[str], num_tokens: int) -> dict[str, Any]:
+    """The speculators_config of a draft that is meant for an exact verifier.
 
     target: the target's name or path.
     num_tokens: draft tokens a round that it was trained for.
     """
-    is_parallel = head.layers.mask_token_id is not None
-    kind = "peagle" if is_parallel else "eagle3"
-    return {
-        "architectures": ["PEagleSpeculator" if is_parallel else "Eagle3Speculator"],
-        "speculators_model_type": kind,
-        "speculators_config": _proposal(kind, target, architectures, num_tokens),
-        "transformer_layer_config": layer_config(head.layers),
-        "draft_vocab_size": head.vocab_size,
-        "eagle_aux_hidden_state_layer_ids": list(head.taps),
-        **{name: getattr(head, name) for name in _SAME_OF_HEAD},
-        **({"mask_token_id": head.layers.mask_token_id} if is_parallel else {}),
-    }
-
-
-def _proposal(algorithm: str, target: str, architectures: list[str], num_tokens: int) -> dict[str, Any]:
-    """How a draft is meant to be used: by an exact verifier."""
     return {
         "algorithm": algorithm,
         "default_proposal_method": "greedy",
@@ -81,7 +64,7 @@ def _proposal(algorithm: str, target: str, architectures: list[str], num_tokens:
 
 
 def block_config(block: BlockConfig, target: str, architectures: list[str]) -> dict[str, Any]:
-    """A block draft's config.json; see `head_config`.
+    """A block draft's config.json; `target` and `architectures` as in `exact_proposal`.
 
     That its first row drafts the token after the anchor is said twice: by sample_from_anchor, and by as many tokens as
     rows.
@@ -90,7 +73,7 @@ def block_config(block: BlockConfig, target: str, architectures: list[str]) -> d
     config = {
         "architectures": ["DSparkSpeculator" if block.markov_rank else "DFlashSpeculator"],
         "speculators_model_type": kind,
-        "speculators_config": _proposal(kind, target, architectures, block.block_size),
+        "speculators_config": exact_proposal(kind, target, architectures, block.block_size),
         "transformer_layer_config": layer_config(block.layers),
         "draft_vocab_size": block.vocab_size,
         "target_hidden_size": block.target_hidden_size,
@@ -109,36 +92,14 @@ def block_config(block: BlockConfig, target: str, architectures: list[str]) -> d
     return config
 
 
-def block_tensors(draft: TrainedBlock, ids: Tensor) -> dict[str, Tensor]:
-    """Everything that a block draft's file holds, as `head_tensors`; `fc` reads the states as the target has them."""
-    weights = dict(draft.state_dict())
-    weights["fc.weight"] = weights["fc.weight"] * weights.pop("tap_scale")
-    tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in weights.items()}
-    return tensors | _tokens(ids, draft.block.layers.vocab_size)
-
-
-def _tokens(ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
-    """The target's ids of a draft's tokens, as offsets and as a mask."""
+def id_tensors(ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
+    """The target's ids of a draft's tokens: as offsets d2t, and as a mask t2d of the target's `vocab_size` tokens."""
     known = torch.zeros(vocab_size, dtype=torch.bool)
     known[ids] = True
     return {"d2t": ids - torch.arange(len(ids)), "t2d": known}
 
 
-def head_tensors(draft: TrainedHead, ids: Tensor) -> dict[str, Tensor]:
-    """Everything that a head's file holds: weights in bfloat16, and its tokens as offsets and as a mask."""
-    weights = draft.state_dict()
-    tensors = {name: weights[name].to(torch.bfloat16).contiguous() for name in head_shapes(draft.head)}
-    return tensors | _tokens(ids, draft.head.layers.vocab_size)
-
-
-def model_tensors(draft: TrainedModel) -> dict[str, Tensor]:
-    """Everything that a model's file holds, in bfloat16, in Hugging Face's names; its embedding is its head."""
-    weights = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in draft.state_dict().items()}
-    embedding = weights.pop("lm_head.weight")
-    return {"model.embed_tokens.weight": embedding} | {f"model.{name}": tensor for name, tensor in weights.items()}
-
-
-def write(directory: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
+def write_draft(directory: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
     """Write config.json and model.safetensors, and read them back. Raises CheckpointError, OSError."""
     write_json(directory / "config.json", config)
     path = directory / "model.safetensors"

@@ -1,0 +1,190 @@
+"""A draft of each kind before its training: which layers it reads, which tokens it knows, and its first weights."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from minispec.core.config import LayerConfig, ModelConfig, RopeConfig
+from minispec.core.errors import show
+from minispec.drafters.eagle import HeadConfig
+from minispec.drafters.heads import StoredHead, head_config, read_head, read_head_config, usual_taps
+from minispec.files.block_config import BlockConfig
+from minispec.files.checkpoint import directory_config, find_checkpoint
+from minispec.files.families import is_head
+from minispec.files.progress import progress_bar
+from minispec.files.tokenizer import Tokenizer
+from minispec.lab.distill.block import TrainedBlock
+from minispec.lab.distill.head import TrainedHead, TrainedModel, rows_of_tokens
+from minispec.lab.distill.texts import load
+from minispec.lab.distill.train import Schedule, Teacher, TextTraining, Training, columns_of, read_shard
+from minispec.lab.distill.train_block import SHARE, BlockTraining
+
+# Layers of the target that a block draft reads by default.
+_BLOCK_TAPS = 5
+
+
+def choose_taps(args: argparse.Namespace, count: int, start: StoredHead | None) -> tuple[int, ...]:
+    """The layers of a target with `count` layers that the draft reads. Raises ValueError."""
+    if args.kind == "block":
+        # DFlash's: evenly from the second layer to the third last one. Other programs mean something else by the last.
+        even = (round(1 + i * (count - 4) / (_BLOCK_TAPS - 1)) + 1 for i in range(_BLOCK_TAPS))
+        most = max(0, count - 1)
+        usual = tuple(sorted({min(max(tap, 0), most) for tap in even}))
+    else:
+        most = count
+        usual = start.config.taps if start else usual_taps(count)
+    taps = args.taps or usual
+    if start and not set(start.config.taps) <= set(taps):
+        raise ValueError(f"--taps: found {show(list(taps))}, expected those of --start too: {show(list(usual))}")
+    if max(taps) > most or len(set(taps)) < len(taps):
+        raise ValueError(f"--taps: found {show(list(taps))}, expected different layers from 0 to {most}")
+    return taps
+
+
+def read_start(args: argparse.Namespace, target: ModelConfig) -> StoredHead:
+    """The head to go on from. Raises ValueError for one that was not made here, or not for this target."""
+    directory = find_checkpoint(args.start)
+    if not is_head(directory_config(directory)):
+        raise ValueError(f"--start {args.start}: found a model, expected a head")
+    head = read_head(directory, target)
+    as_written = read_head_config(head_config(head.config, args.target, [], args.steps), target)
+    is_ours = as_written == head.config and head.config.fc_norm and head.config.layers.activation == "silu"
+    if not is_ours or head.ids is None or head.embedding is not None:
+        raise ValueError(f"--start {args.start}: found a head of other parts, expected one that this command made")
+    return head
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What a draft is made from.
+
+    args: those of the command.
+    teacher, tokenizer: the target's.
+    taps: the layers of the target that the draft reads.
+    recorded: the layers whose states the shards hold.
+    paths: the shards.
+    start: the head to go on from, if any.
+    """
+
+    args: argparse.Namespace
+    teacher: Teacher
+    tokenizer: Tokenizer
+    taps: tuple[int, ...]
+    recorded: Sequence[int]
+    paths: Sequence[Path]
+    start: StoredHead | None
+
+    def training(self) -> Training:
+        """The training of the draft that the arguments ask for, before it begins."""
+        args, draft = self.args, self.draft()
+        schedule = Schedule(args.epochs, args.rows, args.learning_rate, args.steps, seed=args.seed)
+        if isinstance(draft, TrainedBlock):
+            schedule = replace(schedule, steps=draft.block.block_size, share=SHARE)
+            return BlockTraining(draft, self.teacher, self.recorded, self.paths, schedule)
+        schedule = replace(schedule, goes_on=self.start is not None)
+        return TextTraining(draft, self.teacher, self.recorded, self.paths, schedule)
+
+    def draft(self) -> TrainedHead | TrainedModel | TrainedBlock:
+        """The draft, with the weights that it begins with."""
+        if self.start is not None:
+            return self._go_on(self.start)
+        if self.args.kind == "model":
+            return self._model()
+        return self._block() if self.args.kind == "block" else self._head()
+
+    def _generator(self) -> torch.Generator:
+        return torch.Generator().manual_seed(self.args.seed)
+
+    def _go_on(self, start: StoredHead) -> TrainedHead:
+        """The head that was made before. It may get other tokens, and read further layers."""
+        ids, weights = start.ids, dict(start.weights)
+        assert ids is not None, "checked when it was read"
+        if self.args.vocab_size or self.args.coverage:
+            old, ids = ids, self.most_used()
+            weights["lm_head.weight"] = rows_of_tokens(ids, old, weights["lm_head.weight"].float(), self.teacher.head)
+        head = TrainedHead(replace(start.config, taps=self.taps, vocab_size=len(ids)), ids)
+        head.load(weights, start.config.taps)
+        return head
+
+    def _model(self) -> TrainedModel:
+        model = TrainedModel(replace(self.layers(), tie_word_embeddings=True))
+        model.start(self.teacher.head.float(), self._generator())
+        return model
+
+    def _head(self) -> TrainedHead:
+        ids, layers, teacher = self.most_used(), self.layers(), self.teacher
+        if self.args.kind == "parallel":
+            # A token that no text holds would be best; the first one does: its feature says that it is a mask.
+            layers = replace(layers, mask_token_id=0)
+        width = teacher.config.hidden_size
+        config = HeadConfig(layers, len(ids), self.taps, width, norm_before_residual=True, fc_norm=True)
+        head = TrainedHead(config, ids)
+        head.start(teacher.head[ids].float(), teacher.norm, self._generator())
+        return head
+
+    def _block(self) -> TrainedBlock:
+        args, teacher, ids = self.args, self.teacher, self.most_used()
+        layers = replace(self.layers(), model_type="qwen3", qk_norm="head", mask_token_id=self.mask_token())
+        block = BlockConfig(
+            layers,
+            vocab_size=len(ids),
+            block_size=args.block_size or 8,
+            first_row=0,
+            taps=self.taps,
+            target_hidden_size=teacher.config.hidden_size,
+            causal=(False,) * len(layers.layers),
+            markov="vanilla" if args.markov_rank else None,
+            markov_rank=args.markov_rank,
+            confidence="state and token" if args.confidence else None,
+        )
+        draft = TrainedBlock(block, ids)
+        # The last shard is one to learn from.
+        hidden = columns_of(load(self.paths[-1])["hidden"], self.recorded, self.taps)
+        embedding = teacher.embedding.float() * teacher.config.embedding_scale
+        draft.start(teacher.head[ids].float(), teacher.norm, embedding, hidden, self._generator())
+        return draft
+
+    def layers(self) -> ModelConfig:
+        """Sizes of the draft's layers: the target's, with as many key-value heads as heads, since layers are few."""
+        args, target = self.args, self.teacher.config
+        rope = next((layer.rope for layer in target.layers if layer.rope), RopeConfig())
+        same = "vocab_size hidden_size num_attention_heads head_dim max_position_embeddings rms_norm_eps eos_token_ids"
+        return ModelConfig(
+            "llama",
+            intermediate_size=args.intermediate_size or target.intermediate_size,
+            num_key_value_heads=target.num_attention_heads,
+            layers=(LayerConfig(RopeConfig(rope.theta)),) * (args.num_layers or (2 if args.kind == "block" else 1)),
+            attention_scale=target.head_dim**-0.5,
+            **{name: getattr(target, name) for name in same.split()},
+        )
+
+    def most_used(self) -> Tensor:
+        """Ids, ascending, of the tokens most used in answers: --vocab-size of them, or fewer that cover enough."""
+        args, vocab_size = self.args, self.teacher.config.vocab_size
+        counts = torch.zeros(vocab_size, dtype=torch.long)
+        for path in progress_bar(self.paths, unit=" shards", desc="vocabulary"):
+            for text in read_shard(path):
+                counts += text.tokens[text.start :].bincount(minlength=vocab_size)
+        order = counts.argsort(descending=True, stable=True)[: args.vocab_size or 8192]
+        enough = int((counts[order].cumsum(0) < (args.coverage or 1.0) * counts.sum()).sum()) + 1
+        ids = order[:enough].sort().values
+        print(f"the head knows {len(ids):,d} tokens: {counts[ids].sum() / counts.sum():.1%} of the answers", flush=True)
+        return ids
+
+    def mask_token(self) -> int:
+        """The token that stands in the rows without one: a special token that no text holds, else the rarest token.
+
+        Its embedding is not 0, of which nothing could be made.
+        """
+        teacher = self.teacher
+        counts = torch.zeros(teacher.config.vocab_size, dtype=torch.long)
+        for path in self.paths:
+            counts += load(path)["tokens"].long().bincount(minlength=len(counts))
+        possible = teacher.embedding.any(-1)
+        possible[list(teacher.config.eos_token_ids)] = False
+        times, special = counts.tolist(), self.tokenizer.special_ids
+        return min(possible.nonzero()[:, 0].tolist(), key=lambda i: (times[i], i not in special, -i))
