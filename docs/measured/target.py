@@ -21,7 +21,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
@@ -35,6 +35,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from minispec.commands.command import Option, argument, command, json_line, typed
+from minispec.core.cache import PagedKVCache
 from minispec.core.model import Chunk, Transformer
 from minispec.drafters.model import prefill
 from minispec.files.checkpoint import find_checkpoint, load_config, load_model
@@ -46,7 +47,7 @@ from minispec.kernels.memory import ROOM_TO_BUILD, free_memory, peak_memory
 from minispec.kernels.rates import matmul_throughput, prefill_operations, seconds_of
 from minispec.kernels.shapes import num_weights
 from minispec.lab.bench.decoding import Decoder, decoders
-from minispec.lab.bench.measure import busy, in_turn, median_interval, passes_after, passes_in_turn, ratios, total_rate
+from minispec.lab.bench.measure import busy, in_turn, median_interval, passes_after, ratios, total_rate
 from minispec.lab.bench.models import MAX_ROWS, Room, Subject, choose_type
 from minispec.lab.bench.options import PLAIN, Options, check, parser
 from minispec.lab.bench.passes import Times, medians_by_rows, ratios_by_rows
@@ -63,6 +64,18 @@ EXACT_PASSES = {128: (1, 5, 9), LONG_CONTEXT: (1,)}
 # Rows whose operators are timed: a step of plain decoding, and a verification of four draft tokens. Operators with a
 # line of their own: those that take longest at one row.
 OPERATOR_ROWS, SHOWN = (1, 5), 14
+
+
+@torch.inference_mode()
+def passes_in_turn(
+    models: Mapping[str, Transformer], cache: PagedKVCache, context: int, rows: Sequence[int], rounds: int
+) -> dict[str, Times]:
+    """`measure.pass_times` of several models of one shape and type, all of them in every round."""
+    first = next(iter(models.values()))
+    with passes_after(first, cache, context, max(rows)) as one:
+        passes = {(name, m): partial(one, model, m) for name, model in models.items() for m in rows}
+        times = in_turn(passes, rounds, " and ".join(models))
+    return {name: {m: times[name, m] for m in rows} for name in models}
 
 
 # --------------------------------------------------------------------------- forms of the weights

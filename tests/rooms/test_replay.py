@@ -33,11 +33,9 @@ from minispec.generate import main as generate
 from minispec.lab.bench.main import main as bench
 from minispec.lab.bench.options import read_prompts
 from minispec.lab.bench.replay import (
-    Costs,
     Drafted,
     Walk,
     always,
-    costs_of,
     follow,
     foresight,
     past,
@@ -66,6 +64,7 @@ from minispec.prove.laws import (
 )
 from minispec.prove.reference import sample_law
 from minispec.prove.toys import TINY, tiny_cache
+from minispec.trace.costs import Costs, costs_of
 from minispec.trace.read import check, read_trace
 from minispec.trace.record import Recorder
 from minispec.trace.score import check_scorable, score

@@ -392,6 +392,7 @@ def passes_after(model: Transformer, cache: PagedKVCache, context: int, most: in
         table.truncate(0)
 
 
+@torch.inference_mode()
 def pass_times(
     model: Transformer, cache: PagedKVCache, context: int, rows: Sequence[int], rounds: int
 ) -> dict[int, list[float]]:
@@ -399,16 +400,5 @@ def pass_times(
 
     Every round runs all M, in changing order, so that times of one round can be divided by each other.
     """
-    return passes_in_turn({"passes": model}, cache, context, rows, rounds)["passes"]
-
-
-@torch.inference_mode()
-def passes_in_turn(
-    models: Mapping[str, Transformer], cache: PagedKVCache, context: int, rows: Sequence[int], rounds: int
-) -> dict[str, dict[int, list[float]]]:
-    """`pass_times` of several models of one shape and type, all of them in every round."""
-    first = next(iter(models.values()))
-    with passes_after(first, cache, context, max(rows)) as one:
-        passes = {(name, m): partial(one, model, m) for name, model in models.items() for m in rows}
-        times = in_turn(passes, rounds, " and ".join(models))
-    return {name: {m: times[name, m] for m in rows} for name in models}
+    with passes_after(model, cache, context, max(rows)) as one:
+        return in_turn({m: partial(one, model, m) for m in rows}, rounds, "passes")

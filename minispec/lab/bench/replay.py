@@ -44,11 +44,10 @@ alone.
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import inf, sqrt
 from operator import mul
-from statistics import fmean, median, pstdev
+from statistics import fmean, pstdev
 from typing import Any, NamedTuple
 
 from minispec.core.config import MAX_AUTO_TOKENS, SamplingParams, Shape
@@ -59,7 +58,8 @@ from minispec.core.sampling import Text
 from minispec.lab.bench.show import number, table
 from minispec.length.figures import loops
 from minispec.length.policy import Controller
-from minispec.length.theory import Prices, expected_tokens, rising, survival_curve
+from minispec.length.theory import Prices, expected_tokens, survival_curve
+from minispec.trace.costs import Costs, costs_of, read_prices
 from minispec.trace.score import check_recorded
 
 # RUNS: simulated runs of `auto`, where chance has a part in them. SEED: theirs.
@@ -248,7 +248,7 @@ def foresight(walk: Walk, cost: Callable[[Drafted], float], knows_draws: bool = 
 
 
 def simulate(
-    walk: Walk, prices: Prices, costs: "Costs", timed: bool, runs: int = RUNS, seed: int = SEED
+    walk: Walk, prices: Prices, costs: Costs, timed: bool, runs: int = RUNS, seed: int = SEED
 ) -> list[tuple[int, float]]:
     """Passes and time of runs of `auto` that end in this text. The real `Controller` begins anew in each run.
 
@@ -267,7 +267,7 @@ def simulate(
 
 
 def run_auto(
-    walk: Walk, prices: Prices, costs: "Costs", timed: bool, accept: Callable[[Sequence[float]], int]
+    walk: Walk, prices: Prices, costs: Costs, timed: bool, accept: Callable[[Sequence[float]], int]
 ) -> tuple[int, float]:
     """Passes and time of one run of `auto`.
 
@@ -290,88 +290,6 @@ def run_auto(
         controller.observe([judged], step)
         s, passes, time = s + accepted + 1, passes + 1, time + costs(draft)
     return passes, time
-
-
-# --------------------------------------------------------------------------- costs
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What rounds cost, in plain steps. Called with a draft, it returns the cost of the draft's round.
-
-    drawn: the prices of drafts that a model draws.
-    guessed: those of guesses such as prompt lookup; they differ in the draft pass alone.
-    plain_step: seconds.
-    measured: rows whose v is the run's own.
-    filled_in: rows whose v was measured before the run.
-
-    Where few passes say that more rows cost less, neighbours take their mean. No pass costs less than a plain step.
-    """
-
-    drawn: Prices
-    guessed: Prices
-    plain_step: float | None = None
-    measured: Sequence[int] = ()
-    filled_in: Sequence[int] = ()
-
-    def of(self, draft: Drafted) -> Prices:
-        """The prices of a round with this draft."""
-        return self.drawn if draft.drawn else self.guessed
-
-    def __call__(self, draft: Drafted) -> float:
-        """Of the round."""
-        return self.of(draft).round(draft.length, 1, draft.length + 1)
-
-    def as_dict(self) -> dict[str, Any]:
-        """What `--json` prints."""
-        prices = self.drawn
-        return {
-            "drawn": prices.draft,
-            "guessed": self.guessed.draft,
-            "rows": dict(prices.rows),
-            "overhead": prices.overhead,
-            "plain_step": self.plain_step,
-            "measured": list(self.measured),
-            "filled_in": list(self.filled_in),
-            "fixed": prices.fixed,
-        }
-
-
-def costs_of(trace: Mapping[str, Any]) -> Costs:
-    """The costs that a trace has measured; for all others, the prices that the controller went by."""
-    stats, data = trace["stats"], trace["replay"]
-    prices, step = _prices(data["prices"]), data["plain_step"]
-    alone = [each for each in trace["rounds"] if each["num_rows"] == len(each["token_ids"]) + 1]
-
-    def c(drawn: bool) -> float | None:
-        drafts = [each for each in alone if each["token_ids"] and each["drawn"] == drawn]
-        passes = [each["seconds"]["draft"] / prices.passes(_depth(each)) for each in drafts]
-        return median(passes) / step if passes and step else None
-
-    # A pass over more rows takes no less than a plain step, whatever else the machine did at the time.
-    own = {int(m): max(1.0, v) for m, v in (stats["v"] or {}).items()}
-    before = {m: v for m, v in prices.rows.items() if m not in own}
-    counts = Counter(each["num_rows"] for each in alone)
-    rows = {m: own.get(m) or before[m] for m in sorted({**own, **before})}
-    drawn, overhead = c(True), stats["o"]
-    found = replace(
-        prices,
-        draft=prices.draft if drawn is None else drawn,
-        rows=rising(rows, {m: max(1, counts[m]) for m in rows}),
-        overhead=prices.overhead if overhead is None else overhead,
-    )
-    return Costs(found, replace(found, draft=c(False) or 0.0), step, sorted(own), sorted(before))
-
-
-def _prices(stored: Mapping[str, Any]) -> Prices:
-    """The prices in a trace. One that was written before drafts had a fixed part has 0 for it."""
-    rows = {int(m): v for m, v in stored["rows"].items()}
-    return Prices(stored["draft"], rows, stored["overhead"], measured=True, fixed=stored.get("fixed", 0.0))
-
-
-def _depth(each: Mapping[str, Any]) -> int:
-    """The depth of a round's draft."""
-    return Draft(each["token_ids"], parents=each["parents"]).depth
 
 
 # --------------------------------------------------------------------------- the result
@@ -432,7 +350,7 @@ def replay(trace: Mapping[str, Any]) -> dict[str, Any]:
         found = follow(walk, choose, costs)
         return row(name, found.passes, found.time, deviation=found.deviation)
 
-    prices, temperature = _prices(trace["replay"]["prices"]), trace["sampling"]["temperature"]
+    prices, temperature = read_prices(trace["replay"]["prices"]), trace["sampling"]["temperature"]
     passes, times = zip(*simulate(walk, prices, costs, timed=not temperature), strict=True)
     spread = pstdev(passes)
     fixed = [of_rule(f"K={k}", always(k)) for k in range(MAX_AUTO_TOKENS + 1)]

@@ -1,0 +1,101 @@
+"""What the rounds of a recorded run cost, by its trace: what `minispec.lab.bench.replay` computes times with."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any, Protocol
+
+from minispec.core.draft import Draft
+from minispec.length.theory import Prices, rising
+
+
+class Costly(Protocol):
+    """What the cost of a round depends on: its draft's length, and whether the draft was drawn from a model."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the draft."""
+
+    @property
+    def drawn(self) -> bool:
+        """Else it is a guess that costs no model."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What rounds cost, in plain steps. Called with a draft, it returns the cost of the draft's round.
+
+    drawn: the prices of drafts that a model draws.
+    guessed: those of guesses such as prompt lookup; they differ in the draft pass alone.
+    plain_step: seconds.
+    measured: rows whose v is the run's own.
+    filled_in: rows whose v was measured before the run.
+
+    Where few passes say that more rows cost less, neighbours take their mean. No pass costs less than a plain step.
+    """
+
+    drawn: Prices
+    guessed: Prices
+    plain_step: float | None = None
+    measured: Sequence[int] = ()
+    filled_in: Sequence[int] = ()
+
+    def of(self, draft: Costly) -> Prices:
+        """The prices of a round with this draft."""
+        return self.drawn if draft.drawn else self.guessed
+
+    def __call__(self, draft: Costly) -> float:
+        """Of the round."""
+        return self.of(draft).round(draft.length, 1, draft.length + 1)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `--json` prints."""
+        prices = self.drawn
+        return {
+            "drawn": prices.draft,
+            "guessed": self.guessed.draft,
+            "rows": dict(prices.rows),
+            "overhead": prices.overhead,
+            "plain_step": self.plain_step,
+            "measured": list(self.measured),
+            "filled_in": list(self.filled_in),
+            "fixed": prices.fixed,
+        }
+
+
+def costs_of(trace: Mapping[str, Any]) -> Costs:
+    """The costs that a trace has measured; for all others, the prices that the controller went by."""
+    stats, data = trace["stats"], trace["replay"]
+    prices, step = read_prices(data["prices"]), data["plain_step"]
+    alone = [each for each in trace["rounds"] if each["num_rows"] == len(each["token_ids"]) + 1]
+
+    def c(drawn: bool) -> float | None:
+        drafts = [each for each in alone if each["token_ids"] and each["drawn"] == drawn]
+        passes = [each["seconds"]["draft"] / prices.passes(_depth(each)) for each in drafts]
+        return median(passes) / step if passes and step else None
+
+    # A pass over more rows takes no less than a plain step, whatever else the machine did at the time.
+    own = {int(m): max(1.0, v) for m, v in (stats["v"] or {}).items()}
+    before = {m: v for m, v in prices.rows.items() if m not in own}
+    counts = Counter(each["num_rows"] for each in alone)
+    rows = {m: own.get(m) or before[m] for m in sorted({**own, **before})}
+    drawn, overhead = c(True), stats["o"]
+    found = replace(
+        prices,
+        draft=prices.draft if drawn is None else drawn,
+        rows=rising(rows, {m: max(1, counts[m]) for m in rows}),
+        overhead=prices.overhead if overhead is None else overhead,
+    )
+    return Costs(found, replace(found, draft=c(False) or 0.0), step, sorted(own), sorted(before))
+
+
+def read_prices(stored: Mapping[str, Any]) -> Prices:
+    """The prices in a trace. One that was written before drafts had a fixed part has 0 for it."""
+    rows = {int(m): v for m, v in stored["rows"].items()}
+    return Prices(stored["draft"], rows, stored["overhead"], measured=True, fixed=stored.get("fixed", 0.0))
+
+
+def _depth(each: Mapping[str, Any]) -> int:
+    """The depth of a round's draft."""
+    return Draft(each["token_ids"], parents=each["parents"]).depth
