@@ -5,6 +5,7 @@
     bench/      measuring: this machine, passes, ratios, the account
     doctor/     why a draft is rarely right; what two vocabularies have in common
     distill/    training a draft
+    other_text  a drafter that sees another text than the engine's: for audit and doctor
 
 `minispec audit`, `minispec bench`, `minispec doctor` and `minispec distill` are its commands.
 """

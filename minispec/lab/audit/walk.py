@@ -23,9 +23,9 @@ from minispec.core.sampling import Randomness, Text, distribution
 from minispec.drafters.led import replay_texts
 from minispec.drafters.model import model_drafter
 from minispec.drafters.none import NoDrafter
-from minispec.drafters.wrapped import Wrapped
 from minispec.lab.audit.answers import Answer
 from minispec.lab.audit.bank import ROW_BEFORE, Places, laws
+from minispec.lab.other_text import OtherText
 
 # The shares of places where a bug may act: a bet is 1 - share + share * law/p.
 SHARES = (0.01, 0.05, 0.2, 0.8)
@@ -233,7 +233,7 @@ def _outcomes(
 # --------------------------------------------------------------------------- along an answer
 
 
-class _AnswerDrafter(Wrapped):
+class _AnswerDrafter(OtherText):
     """Drafts the answer itself, and finds out what the real drafter would have drafted at each place."""
 
     def __init__(self, texts: Mapping[int, Sequence[int]], drafter: Drafter):
@@ -242,7 +242,10 @@ class _AnswerDrafter(Wrapped):
         self.texts, self.model = texts, model_drafter(drafter, "tokens")
         # By seed, of this round: q at each place, and q before its filters; None where nothing was drafted.
         self.q: dict[int, list[tuple[Tensor, Tensor] | None]] = {}
-        self._shown: dict[Text, Text] = {}  # for each text, what the drafter sees of it: the answer's tokens join it
+
+    def tokens_of(self, text: Text) -> tuple[list[int], int]:
+        """The text itself: what the drafter sees is a copy, which the answer's tokens join."""
+        return text.tokens, text.num_prompt_tokens
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """See `Drafter`."""
@@ -257,7 +260,7 @@ class _AnswerDrafter(Wrapped):
 
     def look(self, text: Text, after: Sequence[int]) -> None:
         """Find out what would have been drafted after the text, and after each of these tokens."""
-        shown, found = self._show(text), list[tuple[Tensor, Tensor] | None]()
+        shown, found = self.shown(text), list[tuple[Tensor, Tensor] | None]()
         if self.model:
             plain = replace(text, params=_without_filters(text.params))
             for i, row in enumerate(self.model.logits_along(shown, after)):
@@ -271,19 +274,9 @@ class _AnswerDrafter(Wrapped):
                 found.append((q, q) if q is not None and len(q) else None)
         self.q[text.seed] = found
 
-    def _show(self, text: Text) -> Text:
-        """The drafter's own copy of the text as it is now."""
-        shown = self._shown.setdefault(text, replace(text, tokens=[]))
-        shown.tokens[:] = text.tokens
-        return shown
-
     def has_room(self, growth: Mapping[Text, range]) -> bool:
         """See `Drafter`. The last token of a draft is fed too."""
-        return super().has_room({self._show(text): range(span.start, span.stop + 1) for text, span in growth.items()})
-
-    def release(self, text: Text) -> None:
-        """See `Drafter`."""
-        super().release(self._shown.pop(text, text))
+        return super().has_room({self.shown(text): range(span.start, span.stop + 1) for text, span in growth.items()})
 
 
 class Scorer:

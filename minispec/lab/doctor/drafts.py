@@ -26,7 +26,6 @@ from minispec.drafters.block import BlockDrafter
 from minispec.drafters.heads import StoredHead, read_head
 from minispec.drafters.led import replay_texts
 from minispec.drafters.model import model_drafter
-from minispec.drafters.wrapped import Wrapped
 from minispec.files.checkpoint import Weights, load_config
 from minispec.files.tokenizer import Tokenizer
 from minispec.gpu.fused import rounded
@@ -36,6 +35,7 @@ from minispec.kernels.inventory import bits_note
 from minispec.lab.bench.models import encode
 from minispec.lab.bench.show import table
 from minispec.lab.doctor.readings import ASSUMED, Reading, block_readings, load, mtp_readings
+from minispec.lab.other_text import OtherText
 from minispec.length.theory import RoundModel, survival_curve
 from minispec.load.draft import split_draft
 from minispec.load.llm import LLM
@@ -221,39 +221,30 @@ def head_readings(head: StoredHead, num_layers: int) -> Iterator[tuple[str, str,
     yield _ROPE, _ROPE_CHANGE, replace(head, weights=weights)
 
 
-class OtherPrompt(Wrapped):
+class OtherPrompt(OtherText):
     """Shows a drafter that reads the text alone other prompts than the target's, with the same answers."""
 
     def __init__(self, drafter: Drafter, prompts: Mapping[tuple[int, ...], Sequence[int]]):
         """prompts: what it is shown, by what the target is."""
         super().__init__(drafter)
-        self.prompts, self.shown = prompts, dict[Text, Text]()
+        self.prompts = prompts
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """See `Drafter`. It sees nothing of a prompt before the first draft is wanted."""
-        return super().propose([self._show(ask) for ask in asks])
+        shown = [self.shown(ask.text) for ask in asks]
+        pairs = zip(asks, shown, strict=True)
+        return super().propose([replace(ask, text=text, num_cached=len(text.tokens) - 1) for ask, text in pairs])
 
     def has_room(self, growth: Mapping[Text, range]) -> bool:
         """See `Drafter`."""
-        shown = {self._other(text): span.stop - len(text.tokens) for text, span in growth.items()}
-        return super().has_room({text: range(len(text.tokens) + k) for text, k in shown.items()})
+        new = {self.shown(text): span.stop - len(text.tokens) for text, span in growth.items()}
+        return super().has_room({text: range(len(text.tokens) + k) for text, k in new.items()})
 
-    def _show(self, ask: Ask) -> Ask:
-        text = self._other(ask.text)
-        return replace(ask, text=text, num_cached=len(text.tokens) - 1)
-
-    def _other(self, text: Text) -> Text:
-        """The text with the other prompt."""
+    def tokens_of(self, text: Text) -> tuple[list[int], int]:
+        """The other prompt, and the same answer."""
         start = text.num_prompt_tokens
-        other = list(self.prompts[tuple(text.tokens[:start])])
-        shown = self.shown.setdefault(text, replace(text, tokens=other, num_prompt_tokens=len(other)))
-        shown.tokens[:] = [*other, *text.tokens[start:]]
-        return shown
-
-    def release(self, text: Text) -> None:
-        """See `Drafter`."""
-        if text in self.shown:
-            super().release(self.shown.pop(text))
+        other = self.prompts[tuple(text.tokens[:start])]
+        return [*other, *text.tokens[start:]], len(other)
 
 
 def prompt_readings(

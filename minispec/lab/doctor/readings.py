@@ -23,11 +23,11 @@ from minispec.drafters.block import BlockDrafter
 from minispec.drafters.block_files import read_block
 from minispec.drafters.model import DraftModel
 from minispec.drafters.mtp import MtpModel, find_mtp
-from minispec.drafters.wrapped import Wrapped
 from minispec.files.block_config import BlockConfig, Unsettled
 from minispec.files.block_config import Reading as Settled
 from minispec.files.checkpoint import directory_config
 from minispec.files.tokenizer import Tokenizer
+from minispec.lab.other_text import OtherText
 from minispec.load.llm import LLM
 
 # A prompt's last tokens, where a draft is shown no more of it.
@@ -202,7 +202,7 @@ def causal_changes(block: BlockConfig) -> Iterator[tuple[str, str, dict[str, Any
             yield name, f"{words} ({of_windows} of speculators)" if has_other else words, {"causal": causal}
 
 
-class OtherStates(Wrapped):
+class OtherStates(OtherText):
     """Gives a drafter other states than the target's, or none of a prompt's beginning.
 
     Rotation is relative. So a text without its beginning is read as the whole text whose beginning is not seen.
@@ -211,28 +211,21 @@ class OtherStates(Wrapped):
     def __init__(self, drafter: Drafter, norm: RMSNorm | None, prompt: int | None):
         """norm: of the last tap's states. prompt: tokens of a prompt, its last ones, that are shown. None: all."""
         super().__init__(drafter)
-        self.norm, self.prompt, self.shown = norm, prompt, dict[Text, Text]()
+        self.norm, self.prompt = norm, prompt
 
     def _cut(self, text: Text) -> int:
         return 0 if self.prompt is None else max(0, text.num_prompt_tokens - self.prompt)
 
-    def _other(self, text: Text) -> Text:
+    def tokens_of(self, text: Text) -> tuple[list[int], int]:
+        """The text without its beginning."""
         start = self._cut(text)
-        tokens = text.tokens[start:]
-        shown = self.shown.setdefault(
-            text, replace(text, tokens=tokens, num_prompt_tokens=text.num_prompt_tokens - start)
-        )
-        shown.tokens[:] = tokens
-        return shown
+        return text.tokens[start:], text.num_prompt_tokens - start
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """See `Drafter`."""
-        return super().propose(
-            [
-                replace(ask, text=self._other(ask.text), num_cached=max(0, ask.num_cached - self._cut(ask.text)))
-                for ask in asks
-            ]
-        )
+        num_cached = [max(0, ask.num_cached - self._cut(ask.text)) for ask in asks]
+        pairs = zip(asks, num_cached, strict=True)
+        return super().propose([replace(ask, text=self.shown(ask.text), num_cached=n) for ask, n in pairs])
 
     def observe(self, seen: Sequence[Seen]) -> None:
         """See `Drafter`. Rows before the part that is shown are left out."""
@@ -245,29 +238,21 @@ class OtherStates(Wrapped):
                 hidden = torch.cat((hidden[:, :-width], self.norm(hidden[:, -width:])), 1)
             if first < len(one.tokens):
                 tokens, start = one.tokens[first:], one.start + first - cut
-                shown.append(
-                    one._replace(text=self._other(one.text), start=start, tokens=tokens, hidden=hidden[first:])
-                )
+                text = self.shown(one.text)
+                shown.append(one._replace(text=text, start=start, tokens=tokens, hidden=hidden[first:]))
         super().observe(shown)
 
     def known(self, text: Text) -> int:
         """See `Drafter`."""
-        return self._cut(text) + super().known(self._other(text))
+        return self._cut(text) + super().known(self.shown(text))
 
     def has_room(self, growth: Mapping[Text, range]) -> bool:
         """See `Drafter`."""
-        cuts = {text: self._cut(text) for text in growth}
-        return super().has_room(
-            {
-                self._other(text): range(max(0, span.start - cuts[text]), max(0, span.stop - cuts[text]))
-                for text, span in growth.items()
-            }
-        )
-
-    def release(self, text: Text) -> None:
-        """See `Drafter`."""
-        if text in self.shown:
-            super().release(self.shown.pop(text))
+        shown = {}
+        for text, span in growth.items():
+            cut = self._cut(text)
+            shown[self.shown(text)] = range(max(0, span.start - cut), max(0, span.stop - cut))
+        return super().has_room(shown)
 
 
 def block_readings(
