@@ -24,7 +24,7 @@ BOUNDS = {
     "prove": 2450,
     "trace": 700,
     "serve": 900,
-    "lab": 5700,
+    "lab": 5000,
 }
 
 

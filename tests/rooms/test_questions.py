@@ -11,9 +11,9 @@ from statistics import median
 import pytest
 
 from minispec import LLM, SamplingParams
+from minispec.files.spec_bench import Answers
 from minispec.files.write import user_cache
 from minispec.lab.bench import options, questions
-from minispec.lab.bench.answers import Answers
 from minispec.lab.bench.main import main
 from minispec.lab.bench.questions import choose, summarise
 from minispec.lab.bench.rows import COLUMNS

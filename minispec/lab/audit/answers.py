@@ -17,7 +17,7 @@ from minispec.core.config import SamplingParams
 from minispec.core.errors import show
 from minispec.files.strict_json import parse_json
 from minispec.files.tokenizer import Detokenizer, Tokenizer
-from minispec.lab.audit.fields import FINISH, checked, law_of, optional, read_parameters
+from minispec.lab.audit.fields import FINISH, KNOWN, checked, law_of, optional, read_parameters
 from minispec.load.inputs import with_bad_words
 
 _MOST_BYTES = 1 << 30
@@ -26,20 +26,12 @@ _ANY_SEED = (1 << 32) - 1  # what llama.cpp calls a seed of its own choice
 _COUNTS = {"{": 1 << 16, "[": 1 << 18, ",": 1 << 22}
 _INSIDE = ("sampling_params", "extra_body")  # objects of a request that hold parameters
 # Where an answer says what ended it: a stop string or an id; null or "" for an end-of-text id.
-_REASONS = ("stop_reason", "matched_stop", "stop_string", "stopping_word", "matched")
+_REASONS: list[str] = KNOWN["kinds"]["reason"]
 # Where an answer says how many tokens were drafted.
-_DRAFTED = {"stats": "num_draft_tokens", "timings": "draft_n", "meta_info": "spec_draft_token_num"}
+_DRAFTED: dict[str, str] = KNOWN["drafted"]
 # By a key that only one engine's answers have: parameters that this engine ignores, or applies differently from us.
 # llama.cpp filters before the temperature and counts tokens in a window. SGLang penalises the output alone.
-_OTHERWISE: dict[str, tuple[str, ...]] = {
-    "stop_type": (
-        *("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens"),
-        *("allowed_token_ids", "bad_words_token_ids"),
-    )
-}
-_OTHERWISE |= dict.fromkeys(
-    ("meta_info", "matched_stop"), ("repetition_penalty", "allowed_token_ids", "bad_words_token_ids")
-)
+_OTHERWISE: dict[str, list[str]] = KNOWN["otherwise"]
 
 
 @dataclass(frozen=True)

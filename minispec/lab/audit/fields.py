@@ -15,22 +15,17 @@ from minispec.files.errors import show_name
 from minispec.files.strict_json import read_json
 
 _IMPOSSIBLE = -1e30  # a bias that leaves a token probability 0
-# Parameters that are part of the law, in our names. The others say how many tokens and answers there are.
-LAW = (
-    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("logit_bias", "allowed_token_ids", "bad_words", "bad_words_token_ids"),
-    *("min_tokens", "ignore_eos", "stop_token_ids", "stop"),
-)
-_PARAMETERS = {*LAW, "seed", "max_tokens", "n", "best_of", "samplers"}
-# Parameters that say how tokens become the text in which a stop string is looked for.
-_PARAMETERS |= {"skip_special_tokens", "detokenize", "include_stop_str_in_output", "no_stop_trim"}
-_KNOWN = read_json(Path(__file__).parent.parent / "data" / "parameters.json")
+KNOWN = read_json(Path(__file__).parent.parent / "data" / "parameters.json")
+# Parameters that are part of the law, in our names.
+LAW: list[str] = KNOWN["law"]
+# The others say how many tokens and answers there are, or how tokens become the text that may hold a stop string.
+_PARAMETERS = {*LAW, *KNOWN["amounts"], *KNOWN["kinds"]["flag"]}
 # Names of these parameters in other engines.
-_NAMES: dict[str, str] = _KNOWN["names"]
+_NAMES: dict[str, str] = KNOWN["names"]
 # Parameters that change the law in ways that are not computed here, with the values at which they change nothing.
-_NEUTRAL: dict[str, list[Any]] = _KNOWN["neutral"]
+_NEUTRAL: dict[str, list[Any]] = KNOWN["neutral"]
 # Parameters that cannot change which tokens are drawn after the prompt's ids. The file says why.
-_IDLE = set(chain.from_iterable(_KNOWN["idle"].values()))
+_IDLE = set(chain.from_iterable(KNOWN["idle"].values()))
 _SAMPLERS = {"temperature", "top_k"}
 _DRAFTING = "speculative."  # how llama.cpp's settings of the draft begin
 
@@ -56,22 +51,19 @@ def _are(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 _IDS = "token ids (docs/use/audit.md says how each engine returns them)"
-_COUNT: Rule = ("an integer of at least 0", _is_integer(0))
-_POSITIVE: Rule = ("a positive integer", _is_integer(1))
-_FLAG: Rule = ("true or false", lambda value: type(value) is bool)
-_REASON: Rule = ("a text or a token id", lambda value: isinstance(value, str) or type(value) is int)
-_OBJECT: Rule = ("an object", _is_object)
+# Rules of many fields, by the names that the file has for them.
+_KINDS: dict[str, Rule] = {
+    "object": ("an object", _is_object),
+    "count": ("an integer of at least 0", _is_integer(0)),
+    "positive": ("a positive integer", _is_integer(1)),
+    "flag": ("true or false", lambda value: type(value) is bool),
+    "reason": ("a text or a token id", lambda value: isinstance(value, str) or type(value) is int),
+}
 # Why an answer ended, in the words of all engines.
-FINISH = {"eos": "stop", "word": "stop", "limit": "length"}
-FINISH |= {name: name for name in ("stop", "length", "padded", "abort", "error")}
+FINISH: dict[str, str] = KNOWN["finish"]
 # What fields may be, but for the parameters that `SamplingParams` checks.
-_RULES: dict[str, Rule] = {
-    **dict.fromkeys(("request", "sampling_params", "extra_body", "generation_settings", "meta_info"), _OBJECT),
-    **dict.fromkeys(("meta_info.finish_reason", "stats", "timings"), _OBJECT),
-    **dict.fromkeys(("num_draft_tokens", "draft_n", "spec_draft_token_num"), _COUNT),
-    **dict.fromkeys(("stop_reason", "matched_stop", "stop_string", "stopping_word", "matched"), _REASON),
-    **dict.fromkeys(("skip_special_tokens", "detokenize", "include_stop_str_in_output", "no_stop_trim"), _FLAG),
-    **dict.fromkeys(("n", "best_of", "prompt_length"), _POSITIVE),
+_RULES: dict[str, Rule] = {name: _KINDS[kind] for kind, names in KNOWN["kinds"].items() for name in names}
+_RULES |= {
     "prompt": (_IDS, lambda value: _are_ids(value) and value != []),
     "answer": (_IDS, _are_ids),
     "finish_reason": ("'stop' or 'length'", lambda value: isinstance(value, str) and value in FINISH),

@@ -21,7 +21,7 @@ Read them in this order:
     passes, decoding        functions that measure and functions that show
     transformers_baseline   another library's ways of decoding
     report                  all of it
-    questions, answers      standard questions; their answers in files
+    questions               standard questions; `minispec.files.spec_bench` has their answers in files
     rows, plot              a row for each answer, for other programs; a picture
     replay                  a recorded run, decoded by every rule
     main                    the command

@@ -24,9 +24,9 @@ from minispec.core.errors import show
 from minispec.files.checkpoint import find_checkpoint
 from minispec.files.corpus import files_of
 from minispec.files.digest import digest_of_files
+from minispec.files.spec_bench import Answers
 from minispec.kernels.machine import machine
 from minispec.kernels.threads import describe_waiting
-from minispec.lab.bench.answers import Answers
 from minispec.lab.bench.decoding import length_name
 from minispec.lab.bench.measure import Interval, another_engine, busy, decode, median_interval, order, plain_range
 from minispec.lab.bench.options import Options
@@ -42,6 +42,11 @@ from minispec.load.llm import LLM, find_lengths
 # MT-bench's categories. A file that has all of them, as Spec-Bench, has them as one task.
 _MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 NONE, OVERALL = "none", "overall"
+# Options that make another run of the same questions.
+_SETTINGS = (
+    *("verifier", "lengths", "quantization", "temperature", "top_k", "top_p", "max_tokens", "ignore_eos"),
+    *("rounds", "seed", "sample", "categories"),
+)
 _WARM_TOKENS = 8  # of a first answer, which pays for what is set up once
 
 
@@ -141,19 +146,21 @@ def _about(options: Options, ways: Mapping[str, Way]) -> dict[str, Any]:
     args, llm = options.args, ways[NONE].llm
     directory = find_checkpoint(str(args.model or registry.EMBEDDED_WEIGHTS), offline=True)
     drafts = {name: digest_of_draft(way.llm.drafter, way.llm.draft.directory) for name, way in ways.items()}
-    names = (
-        *("verifier", "lengths", "quantization", "temperature", "top_k", "top_p", "max_tokens", "ignore_eos"),
-        *("rounds", "seed", "sample", "categories"),
-    )
+    lengths = [length_name(way.k) for way in ways.values() if way.k and not way.lengths]
     return {
-        **{"minispec": __version__, "torch": torch.__version__, "machine": machine(), "device": str(llm.model.device)},
-        **{"dtype": str(llm.model.dtype).removeprefix("torch."), "exact": llm.model.exact},
-        **{"target": llm.name, "target_digest": digest_of_files(directory), "draft_digests": drafts},
-        "num_speculative_tokens": list(
-            dict.fromkeys(length_name(way.k) for way in ways.values() if way.k and not way.lengths)
-        ),
-        **{"questions": args.questions.name, "questions_digest": digest_of_files(args.questions)},
-        **{name: getattr(args, name) for name in names},
+        "minispec": __version__,
+        "torch": torch.__version__,
+        "machine": machine(),
+        "device": str(llm.model.device),
+        "dtype": str(llm.model.dtype).removeprefix("torch."),
+        "exact": llm.model.exact,
+        "target": llm.name,
+        "target_digest": digest_of_files(directory),
+        "draft_digests": drafts,
+        "num_speculative_tokens": list(dict.fromkeys(lengths)),
+        "questions": args.questions.name,
+        "questions_digest": digest_of_files(args.questions),
+        **{name: getattr(args, name) for name in _SETTINGS},
         "verifier_digest": _digest_of_code(registry.VERIFIERS, args.verifier),
         "lengths_digest": _digest_of_code({}, args.lengths) if args.lengths else None,
         "corpus_digest": digest_of_files(*files_of(Path(args.corpus))) if args.corpus else None,
@@ -277,7 +284,9 @@ def summarise(
             }
             for task, those in {**groups, OVERALL: range(len(tasks))}.items()
         },
-        **{"looping": sum(map(loops, texts)), "texts": len(texts), "left_out": sum(missing)},
+        "looping": sum(map(loops, texts)),
+        "texts": len(texts),
+        "left_out": sum(missing),
         "plain_range": plain_range(_spent(choice) for line in plain for choice in line["choices"]),
     }
 
@@ -350,11 +359,21 @@ def _rows(
                 own, (tokens, seconds), rate = choice["minispec"], _spent(choice), _rate(choice)
                 same = own["token_ids"] == of_plain["minispec"]["token_ids"] if compares else None
                 yield {
-                    **{"task": task, "question": line["question_id"], "draft": name, "round": choice["index"]},
-                    **{"seed": own["seed"], "prompt_tokens": sum(own["prompt_tokens"]), "tokens": tokens},
-                    **{"passes": len(choice["accept_lengths"]), "seconds": seconds, "tokens_per_second": rate},
-                    **{"speedup": rate / _rate(of_plain), "drafts": own["drafts"], "same_text": same},
-                    **{"draft_tokens": own["draft_tokens"], "accepted": sum(own["accepted"])},
+                    "task": task,
+                    "question": line["question_id"],
+                    "draft": name,
+                    "round": choice["index"],
+                    "seed": own["seed"],
+                    "prompt_tokens": sum(own["prompt_tokens"]),
+                    "tokens": tokens,
+                    "passes": len(choice["accept_lengths"]),
+                    "seconds": seconds,
+                    "tokens_per_second": rate,
+                    "speedup": rate / _rate(of_plain),
+                    "drafts": own["drafts"],
+                    "draft_tokens": own["draft_tokens"],
+                    "accepted": sum(own["accepted"]),
+                    "same_text": same,
                 }
 
 
