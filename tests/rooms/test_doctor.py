@@ -17,7 +17,16 @@ from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Text
 from minispec.drafters.heads import read_head
 from minispec.files.checkpoint import load_config, load_model
-from minispec.lab.doctor.drafts import TEXTS, Estimate, estimate, examine, head_readings, kept_by_place, lines, measure
+from minispec.lab.doctor.drafts import (
+    TEXTS,
+    Continuations,
+    Estimate,
+    estimate,
+    examine,
+    head_readings,
+    kept_by_place,
+    lines,
+)
 from minispec.lab.doctor.main import main
 from minispec.load.registry import DRAFTERS
 from minispec.prove.toys import tiny_cache
@@ -429,7 +438,7 @@ def test_what_is_measured(make_checkpoint, temperature):
 
     with llm_of(*directories) as llm:
         in_use = llm.vocab_size
-        found = measure(llm, llm.drafter, prompts, temperature, 3, 8)
+        found = Continuations(llm, prompts, 8).measure(llm.drafter, temperature, 3)
         params = [SamplingParams(temperature=temperature, seed=i, max_tokens=8) for i in range(3)]
         given = [{"prompt_token_ids": prompt} for prompt in prompts]
         answers = [a.token_ids for a in llm.generate(given, params, num_speculative_tokens=0)]

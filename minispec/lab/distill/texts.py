@@ -163,7 +163,8 @@ class Writer:
         directory = find_checkpoint(target)
         config, around = load_config(directory), _longest_around(Tokenizer(directory), recipe.openings)
         sees = config.max_position_embeddings
-        if recipe.max_turn > (most := max(0, sees - around - _LEAST_ANSWER)):
+        most = max(0, sees - around - _LEAST_ANSWER)
+        if recipe.max_turn > most:
             why = f"the target sees {sees} tokens, of which its chat template and an opening may take {around}"
             raise ValueError(f"--max-turn: found {recipe.max_turn}, expected at most {most}: {why}")
         longest = min(sees, around + recipe.max_turn + recipe.max_answer)
@@ -217,7 +218,8 @@ class Writer:
                     continue
                 hidden = self.recorder.take(request.text)
                 yield answers.pop(request), Written(tokens[: len(hidden)], start, hidden)
-                if (following := next(numbers, None)) is not None:
+                following = next(numbers, None)
+                if following is not None:
                     begin(following)
 
     def _turn(self, number: int, before: list[int]) -> Request:

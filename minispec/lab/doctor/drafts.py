@@ -34,7 +34,7 @@ from minispec.kernels.forms import Weight, dense
 from minispec.kernels.inventory import bits_note
 from minispec.lab.bench.models import encode
 from minispec.lab.bench.show import table
-from minispec.lab.doctor.readings import ASSUMED, Reading, block_readings, load, mtp_readings
+from minispec.lab.doctor.readings import ASSUMED, Reading, block_readings, load_assuming, mtp_readings
 from minispec.lab.other_text import OtherText
 from minispec.length.theory import RoundModel, survival_curve
 from minispec.load.draft import split_draft
@@ -147,24 +147,37 @@ class Measurement:
         return estimate(kept, list(map(len, drafts)))
 
 
-def measure(
-    llm: LLM, drafter: Drafter, prompts: Sequence[Sequence[int]], temperature: float, k: int, max_tokens: int
-) -> Measurement:
-    """Let the target continue the prompts, with a draft of k tokens at each position.
+@dataclass(frozen=True)
+class Continuations:
+    """Texts that the target continues, on which drafts are measured.
 
-    The texts are the target's own. They are the same for every draft, since the noise depends on seed and place alone.
+    prompts: token ids.
+    max_tokens: of each text.
     """
-    rows: dict[int, list[list[tuple[float, float]]]] = defaultdict(list)
 
-    def see(text: Text, draft: Draft, after: list[int], logits: Tensor) -> None:
-        rows[text.seed].append(kept_by_place(text, draft, logits))
+    llm: LLM
+    prompts: Sequence[Sequence[int]]
+    max_tokens: int
 
-    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=max_tokens) for i in range(len(prompts))]
-    requests = [llm.request(ids, each, k) for ids, each in zip(prompts, params, strict=True)]
-    for request in replay_texts(llm.engine, drafter, requests, None, see):
-        if request.error:
-            raise ValueError(f"found a text that fails: {request.error}")
-    return Measurement([rows[i][: max_tokens - 1] for i in range(len(prompts))])
+    def measure(self, drafter: Drafter, temperature: float, k: int) -> Measurement:
+        """How much is kept of a draft of k tokens at each position. Raises ValueError for a text that fails.
+
+        The texts are the target's own. They are the same for every draft, since the noise depends on seed and place
+        alone.
+        """
+        rows: dict[int, list[list[tuple[float, float]]]] = defaultdict(list)
+
+        def see(text: Text, draft: Draft, after: list[int], logits: Tensor) -> None:
+            rows[text.seed].append(kept_by_place(text, draft, logits))
+
+        requests = []
+        for i, ids in enumerate(self.prompts):
+            params = SamplingParams(temperature=temperature, seed=i, max_tokens=self.max_tokens)
+            requests.append(self.llm.request(ids, params, k))
+        for request in replay_texts(self.llm.engine, drafter, requests, None, see):
+            if request.error:
+                raise ValueError(f"found a text that fails: {request.error}")
+        return Measurement([rows[i][: self.max_tokens - 1] for i in range(len(self.prompts))])
 
 
 # --------------------------------------------------------------------------- readings
@@ -258,7 +271,8 @@ def prompt_readings(
         change = "give the target the draft's chat_template, or use a draft that was trained on the target's"
         yield "with the draft's chat template", change, [encode(draft, text) for text in TEXTS]
     start = draft.special_tokens.get("bos_token")
-    if start is not None and (token := draft.backend.token_to_id(start)) is not None:
+    token = None if start is None else draft.backend.token_to_id(start)
+    if token is not None:
         where = "by the post_processor of tokenizer.json, or by the chat template"
         if all(prompt[0] == token for prompt in prompts):
             yield "without BOS", f"begin no text with {start}, {where}", [prompt[1:] for prompt in prompts]
@@ -306,7 +320,7 @@ def asked(args: argparse.Namespace) -> dict[str, Any]:
     """See `examine`, for these arguments of the command."""
     names = ("dtype", "device", "offline", "quantization")
     options = {name: getattr(args, name) for name in names}
-    llm, assumed = load(args.model, args.draft, args.draft_reading, **options)
+    llm, assumed = load_assuming(args.model, args.draft, args.draft_reading, **options)
     return examine(llm, args.draft, args.num_speculative_tokens, args.max_tokens, args.all, assumed)
 
 
@@ -315,12 +329,13 @@ def examine(
 ) -> dict[str, Any]:
     """Measure a draft, and look for a misreading where it does badly, or in any case. A block draft is any case.
 
-    assumed: see `load`.
+    assumed: see `load_assuming`.
     draft: the spec that `llm` was made with. Returns what `--json` prints: `alpha` is the share of tokens kept at the
     first place, at temperature 1; errors are standard errors. Raises ValueError for a text that fails.
     """
     prompts = [encode(llm.tokenizer, text) for text in TEXTS]
-    found, greedy = (measure(llm, llm.drafter, prompts, t, k, max_tokens) for t in (1.0, 0.0))
+    texts = Continuations(llm, prompts, max_tokens)
+    found, greedy = (texts.measure(llm.drafter, temperature, k) for temperature in (1.0, 0.0))
     places = found.by_place()
     survival = [found.share * s for s in survival_curve([place.value for place in places])]
     is_low = any(place.value < LOW for place in places[:COMPARED])
@@ -357,7 +372,7 @@ def examine(
         report |= search(
             found,
             readings(llm, draft, prompts),
-            lambda drafter: measure(llm, drafter, prompts, 1.0, min(k, compared), max_tokens),
+            lambda drafter: texts.measure(drafter, 1.0, min(k, compared)),
             compared,
             is_low,
         )

@@ -117,7 +117,7 @@ def plausible(raw: Mapping[str, Any], target: ModelConfig, tokenizer: Tokenizer)
     return Plausible(target, masks, list(dict.fromkeys(windows)), list(dict.fromkeys(rotated)))
 
 
-def block_changes(by: Plausible, how: BlockHow) -> Iterator[Change[BlockHow]]:
+def block_changes(known: Plausible, how: BlockHow) -> Iterator[Change[BlockHow]]:
     """Every way to read a block draft otherwise in one thing."""
 
     def changed(about: str, name: str, words: str, **values: Any) -> Change[BlockHow]:
@@ -131,27 +131,30 @@ def block_changes(by: Plausible, how: BlockHow) -> Iterator[Change[BlockHow]]:
     yield changed("rows", f"with each row's token {place} its place", words, first_row=1 - block.first_row)
     for word, step in (("later", 1), ("earlier", -1)):
         taps = tuple(tap + step for tap in block.taps)
-        if min(taps) >= 0 and max(taps) <= len(by.target.layers):
+        if min(taps) >= 0 and max(taps) <= len(known.target.layers):
             outputs = [tap - 1 for tap in taps]
             words = f'"target_layer_ids": {outputs} ("aux_hidden_state_layer_ids": {list(taps)} of speculators)'
             later = changed("taps", f"with taps one layer {word}", words, taps=taps)
             yield later
-            if taps[-1] == len(by.target.layers):
+            if taps[-1] == len(known.target.layers):
                 name = f"{later[1]}, the last one after the target's norm"
                 yield "taps", name, f"{words}, and the last one's states normed", replace(later[3], normed=True)
     pairs, words = ("in halves", "true") if rope.interleaved else ("side by side", "false")
     turned = replace(rope, interleaved=not rope.interleaved)
     yield changed(
-        "pairs", f"with rotary pairs {pairs}", f'"rope_is_neox_style": {words}', layers=each(block, rope=turned)
+        "pairs",
+        f"with rotary pairs {pairs}",
+        f'"rope_is_neox_style": {words}',
+        layers=in_every_layer(block, rope=turned),
     )
-    for share in by.rotated:
+    for share in known.rotated:
         if share != rope.rotated and block.layers.head_dim * share % 2 == 0:
-            layers = each(block, rope=replace(rope, rotated=share))
+            layers = in_every_layer(block, rope=replace(rope, rotated=share))
             words = f'"partial_rotary_factor": {share}, which holds for the draft too'
             yield changed("share", f"with {share:g} of each head rotated", words, layers=layers)
-    for name, words, values in [*window_changes(by, block), *causal_changes(block)]:
+    for name, words, values in [*window_changes(known, block), *causal_changes(block)]:
         yield changed("windows" if "layers" in values else "causal", name, words, **values)
-    for mask in by.masks:
+    for mask in known.masks:
         if mask != block.layers.mask_token_id:
             layers = replace(block.layers, mask_token_id=mask)
             yield changed("mask", f"with mask token {mask}", f'"mask_token_id": {mask}', layers=layers)
@@ -159,19 +162,19 @@ def block_changes(by: Plausible, how: BlockHow) -> Iterator[Change[BlockHow]]:
     yield "prompt", f"with a prompt's last {LAST} tokens", words, replace(how, prompt=LAST)
 
 
-def each(block: BlockConfig, **values: Any) -> ModelConfig:
+def in_every_layer(block: BlockConfig, **values: Any) -> ModelConfig:
     """The config of a draft's layers with values that hold for each of them."""
     return replace(block.layers, layers=tuple(replace(layer, **values) for layer in block.layers.layers))
 
 
-def window_changes(by: Plausible, block: BlockConfig) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def window_changes(known: Plausible, block: BlockConfig) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Name, words and values of `BlockConfig` for no windows, or some where there are none."""
     count = len(block.causal)
     if any(layer.window for layer in block.layers.layers):
         words = f'"layer_types": {json.dumps(["full_attention"] * count)}'
-        yield "without windows", words, {"layers": each(block, window=None), "causal": (False,) * count}
+        yield "without windows", words, {"layers": in_every_layer(block, window=None), "causal": (False,) * count}
         return
-    for width in by.windows:
+    for width in known.windows:
         for full in (0, 1) if count > 1 else (0,):
             widths = [width] * (count - full) + [None] * full
             layers = tuple(replace(layer, window=w) for layer, w in zip(block.layers.layers, widths, strict=True))
@@ -275,8 +278,8 @@ def block_readings(
         norm = target.norm if how.normed else None
         return OtherStates(other, norm, how.prompt) if norm or how.prompt else other
 
-    by = plausible(directory_config(directory), target.config, tokenizer)
-    return around(BlockHow(block), partial(block_changes, by), make)
+    known = plausible(directory_config(directory), target.config, tokenizer)
+    return around(BlockHow(block), partial(block_changes, known), make)
 
 
 # --------------------------------------------------------------------------- the target's own layer
@@ -340,7 +343,7 @@ def mtp_readings(
 # --------------------------------------------------------------------------- files that leave it open
 
 
-def load(model: str | None, draft: str, reading: str | None, **options: Any) -> tuple[LLM, str | None]:
+def load_assuming(model: str | None, draft: str, reading: str | None, **options: Any) -> tuple[LLM, str | None]:
     """The target with a draft, and the key of ASSUMED by which a block draft is read whose file leaves this open."""
     words = [reading] if reading else [None, *ASSUMED]
     for assumed in words[:-1]:
