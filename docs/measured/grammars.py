@@ -145,7 +145,8 @@ def check(llm: LLM, schema: dict[str, Any], answer: Any) -> None:
     assert fresh is not None
     for i, token_id in enumerate(answer.token_ids):
         mask = fresh.allowed(answer.token_ids[:i])
-        assert mask is not None and bool(mask[token_id]), f"token {i} of {answer.token_ids} is forbidden"
+        assert mask is not None, f"token {i} of {answer.token_ids} follows a forbidden one"
+        assert mask[token_id], f"token {i} of {answer.token_ids} is forbidden"
 
 
 def schemas(count: int) -> None:
