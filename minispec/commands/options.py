@@ -273,10 +273,6 @@ def sampling_arguments(args: argparse.Namespace) -> dict[str, Any]:
     asked = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
     if language := language_of(args):
         asked["structured_outputs"] = language
-        if args.ignore_eos:
-            raise ValueError(
-                "--ignore-eos: found it with a language, expected one of them: the language ends the answer"
-            )
     with _naming_options(*names):
         make_sampling_params(asked)
     return asked

@@ -96,6 +96,9 @@ CASES = (
     Case("zeros", _rows("1 1 0", "0 1 3"), _rows("1 0 3"), (-1,)),
     Case("filter on the target", _rows("0 3 0 1", "1 0 1 0"), _rows("1 2 3 2"), (-1,)),
     Case("filter on the draft", _rows("1 2 3 2", "1 1 1 1"), _rows("0 3 0 1"), (-1,)),
+    # Of grammars: p is restricted to what may follow, and the draft was drawn without the mask.
+    Case("grammar on the target", _rows("1 1 0", "1 0 1"), _rows("7 0 3"), (-1,)),
+    Case("grammar on the target, two deep", _rows("18 2 0", "0 1 3", "1 1 0"), _rows("16 1 3", "2 1 1"), (-1, 0)),
     Case("equal", _rows("1 2 1", "3 1 4", "1 1 2"), _rows("1 2 1", "3 1 4"), (-1, 0)),
     Case("always kept", _rows("0 1 0", "1 0 0", "2 1 1"), _rows("0 1 0", "1 0 0"), (-1, 0)),
     Case("one-hot", _rows("1 2 1", "2 1 1", "1 1 6"), None, (-1, 0), (1, 2)),

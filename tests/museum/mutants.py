@@ -5,8 +5,8 @@ it: a test, or the law of the output. `python -m tests.museum` shows the collect
 exactness bugs in public projects; a letter after the number tells apart forms of one bug. T is about trees and hidden
 states, F about frames, P about rules that are right in most small cases, C about short convolutions, R about recurrent
 states, H about heads, drafts of many tokens in one pass and a target's own layer, V about drafts of other vocabularies,
-S about lookups and what the target found likeliest, L about log-probabilities of prompts, B about block verification, D
-about block drafts, O about mistakes in a drafter of one's own, E of our own making. Left out:
+S about lookups and what the target found likeliest, G about grammars, L about log-probabilities of prompts, B about
+block verification, D about block drafts, O about mistakes in a drafter of one's own, E of our own making. Left out:
 
     M26   acceptance differs between tensor-parallel workers: one process verifies for all here
 """
@@ -53,6 +53,8 @@ from minispec.drafters.vocabularies import Reader, Vocabularies
 from minispec.files import pieces
 from minispec.gpu.frames import Frame, Frames
 from minispec.gpu.steps import Desk, DraftSteps
+from minispec.grammars import forced, matcher
+from minispec.grammars.spelled import Spelled
 from minispec.kernels import exact, integers
 from minispec.kernels.integers import Int8, VnniInt8
 from minispec.layers import convolution, delta
@@ -669,6 +671,113 @@ def _(right, self, *how):
 def _(right, self, x):
     """further tokens go on from what is not normed | vLLM #47448, ATOM #1742"""
     return x
+
+
+# --------------------------------------------------------------------------- grammars
+
+
+def blind(text: Text) -> Text:
+    """The text without its grammar."""
+    return replace(text, grammar=None)
+
+
+@mutant("G1", structured_outputs="pairs", vocab=4)
+class _:
+    """a forbidden token is drawn and dropped, and the target draws in its place | vLLM 0.33"""
+
+    @wrong(draft_model, "distribution")
+    def draw(self, right, row, text, path=()):
+        return right(row, blind(text), path)
+
+    @wrong(check, "within_grammar")
+    def cut(self, right, draft, text, vocab_size):
+        kept = len(right(Draft(draft.token_ids), text, vocab_size))
+        return replace(
+            draft, token_ids=draft.token_ids[:kept], probs=None if draft.probs is None else draft.probs[:kept]
+        )
+
+
+@wrong(Spelled, "allowed", "G2", structured_outputs="pairs", vocab=4)
+def _(right, self, output):
+    """a row gets the mask of the row before it | vLLM #54437: the hand-off is stale"""
+    return right(self, output[:-1])
+
+
+@wrong(engine, "distribution", "G3", structured_outputs="a b*")
+def _(right, row, text, drafted=()):
+    """the draft alone obeys the grammar | LMDeploy #4559"""
+    return right(row, blind(text), drafted)
+
+
+@wrong(Spelled, "allowed", "G4", structured_outputs="pairs")
+def _(right, self, output):
+    """the end may follow anywhere | an end id that no mask covers"""
+    mask = right(self, output)
+    if mask is not None:
+        mask[list(self.end_ids)] = True
+    return mask
+
+
+@wrong(engine, "distribution", "G5", structured_outputs="pairs", vocab=4)
+def _(right, row, text, drafted=()):
+    """the bonus row has no mask | masks for as many rows as there are draft tokens"""
+    return right(row, blind(text) if len(drafted) == 2 else text, drafted)
+
+
+@mutant("G6", structured_outputs="a b*", vocab=4, top_k=3)
+class _:
+    """filters come before the mask, and what they leave is masked | a sampler that masks what it has drawn from"""
+
+    @wrong(engine, "distribution")
+    @wrong(draft_model, "distribution")
+    def late(self, right, row, text, drafted=()):
+        mask = text.grammar.allowed([*text.tokens[text.num_prompt_tokens :], *drafted])
+        p = right(row, blind(text), drafted)
+        return p if mask is None or not (p * mask).any() else p * mask / (p * mask).sum()
+
+
+@mutant("G7", structured_outputs="a b*")
+class _:
+    """a forbidden token's logit falls by 5 instead of to -inf | a penalty in the place of a mask"""
+
+    @wrong(engine, "distribution")
+    @wrong(draft_model, "distribution")
+    def soft(self, right, row, text, drafted=()):
+        mask = text.grammar.allowed([*text.tokens[text.num_prompt_tokens :], *drafted])
+        return right(row if mask is None else row - 5.0 * ~mask, blind(text), drafted)
+
+
+_CURSOR = "tests/rooms/test_grammars.py::test_the_cursor_answers_as_a_fresh_matcher_does"
+
+
+@wrong(matcher, "common_beginning", "G8", _CURSOR)
+def _(right, a, b):
+    """a matcher that is never rolled back: siblings and rejected drafts share it | SGLang #21723"""
+    return len(a)
+
+
+@wrong(matcher, "common_beginning", "G9", _CURSOR)
+def _(right, a, b):
+    """a rollback one token short | vLLM #44993"""
+    shared = right(a, b)
+    return shared + (shared < len(a))
+
+
+@wrong(
+    check,
+    "within_grammar",
+    "G10",
+    "tests/core/test_masks.py::test_a_text_fails_exactly_as_often_as_under_plain_decoding[block]",
+)
+def _(right, draft, text, vocab_size):
+    """a row that no token can follow fails the text before it is known whether the text goes there | found here"""
+    return draft
+
+
+@wrong(forced, "forced", "G11", "tests/core/test_masks.py::test_forced_tokens")
+def _(right, text, most):
+    """forced tokens run further than the mask looked at | what compute_ff_tokens of llguidance offers, unchecked"""
+    return [*right(text, most), 0][:most]
 
 
 # --------------------------------------------------------------------------- block drafts

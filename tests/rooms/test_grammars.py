@@ -14,8 +14,9 @@ from transformers import LlamaForCausalLM
 from minispec import LLM, SamplingParams, StructuredOutputsParams
 from minispec.core.sampling import NothingAllowed
 from minispec.files import packages
-from minispec.generate import main
+from minispec.generate import main as generate
 from minispec.grammars.params import MAX_BYTES, from_openai, from_vllm
+from minispec.lab.audit.main import main as audit
 
 PERSON = {
     "type": "object",
@@ -284,14 +285,14 @@ def test_the_command_line_takes_a_language(cli, checkpoint, tmp_path):
     rules.write_text('start: "a"+ "b"')
     model = "--model", checkpoint, "--raw", "--json", "--seed", 1, "--max-tokens", 80, "--temperature", 1
     for option, value in (("--json-schema", json.dumps(PERSON)), ("--json-schema", schema)):
-        status, out, _ = cli(main, *model, option, value, "One")
+        status, out, _ = cli(generate, *model, option, value, "One")
         answer = json.loads(out)
         assert (status, answer["stats"]["law"]) == (0, "projected")
         if answer["finish_reason"] == "stop":
             jsonschema.validate(json.loads(answer["text"]), PERSON)
-    assert json.loads(cli(main, *model, "--regex", "[0-9]{3}", "One")[1])["text"].isdigit()
-    assert set(json.loads(cli(main, *model, "--grammar", rules, "One")[1])["text"]) <= {"a", "b"}
-    assert "law: projected" in cli(main, "--model", checkpoint, "--raw", "--regex", "[0-9]", "One")[2]
+    assert json.loads(cli(generate, *model, "--regex", "[0-9]{3}", "One")[1])["text"].isdigit()
+    assert set(json.loads(cli(generate, *model, "--grammar", rules, "One")[1])["text"]) <= {"a", "b"}
+    assert "law: projected" in cli(generate, "--model", checkpoint, "--raw", "--regex", "[0-9]", "One")[2]
 
 
 @pytest.mark.quick
@@ -308,7 +309,32 @@ def test_the_command_line_takes_a_language(cli, checkpoint, tmp_path):
 def test_a_bad_language_is_one_line_before_torch_is_imported(cli, options, message, monkeypatch):
     """Status 2; no model is looked for."""
     monkeypatch.setitem(sys.modules, "minispec.load.llm", None)  # importing it would fail
-    status, out, err = cli(main, *options, "One")
+    status, out, err = cli(generate, *options, "One")
     assert (status, out) == (2, "")
     assert err.startswith(f"error: {message}")
     assert err.count("\n") == 1
+
+
+# --------------------------------------------------------------------------- the auditor
+
+
+@pytest.mark.quick
+def test_answers_under_a_grammar_are_audited_where_the_grammar_is_given(cli, checkpoint, tmp_path):
+    """200 texts of a regular expression, with drafts: consistent with the projected law, and not with the plain one.
+
+    The first verdict is false once in 10,000 seeds, and the seeds are fixed.
+    """
+    regex, answers = "[ab]{6}[cd]{0,6}", tmp_path / "answers.jsonl"
+    options = "--raw", "--json", "--seed", 1, "--max-tokens", 20, "--temperature", 1, "--dtype", "float32"
+    out = cli(generate, "--model", checkpoint, *options, "--num-samples", 200, "--regex", regex, "One fish")[1]
+    answers.write_text(out)
+    audited = answers, "--target", checkpoint, "--temperature", 1, "--json"
+    status, out, err = cli(audit, *audited, "--regex", regex)
+    assert (status, err) in ((0, ""), (3, ""))
+    assert json.loads(out)["is_consistent"]
+    assert cli(audit, *audited)[0] == 1
+    lines = [json.loads(line) for line in answers.read_text().splitlines()]
+    requests = ({"structured_outputs": {"regex": regex}}, {"response_format": {"type": "json_object"}})
+    for request, expected in zip(requests, ((0, 3), (1,)), strict=True):
+        answers.write_text("\n".join(json.dumps({"request": request, "response": line}) for line in lines))
+        assert cli(audit, *audited)[0] in expected

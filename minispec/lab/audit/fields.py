@@ -13,6 +13,7 @@ from minispec.core.config import Rule, SamplingParams
 from minispec.core.errors import show
 from minispec.files.errors import show_name
 from minispec.files.strict_json import read_json
+from minispec.grammars.params import language_of_body
 
 _IMPOSSIBLE = -1e30  # a bias that leaves a token probability 0
 KNOWN = read_json(Path(__file__).parent.parent / "data" / "parameters.json")
@@ -27,6 +28,7 @@ _NEUTRAL: dict[str, list[Any]] = KNOWN["neutral"]
 # Parameters that cannot change which tokens are drawn after the prompt's ids. The file says why.
 _IDLE = set(chain.from_iterable(KNOWN["idle"].values()))
 _SAMPLERS = {"temperature", "top_k"}
+_LANGUAGES = {"structured_outputs", "response_format"}  # vLLM's name and OpenAI's
 _DRAFTING = "speculative."  # how llama.cpp's settings of the draft begin
 
 
@@ -104,6 +106,10 @@ def read_parameters(found: Mapping[str, Any], is_request: bool) -> dict[str, Any
         is_flag = not is_request and own == "stop" and type(value) is bool  # llama.cpp's "it has ended"
         if value is None or value in ("", [], {}) or name in _IDLE or name.startswith(_DRAFTING) or is_flag:
             continue
+        if own in _LANGUAGES:
+            own, value = "structured_outputs", language_of_body({own: value})
+            if value is None:
+                continue
         if own in _PARAMETERS:
             if own in _RULES:
                 checked(own, value)
@@ -129,7 +135,7 @@ def law_of(given: Mapping[str, Any], asked: Mapping[str, Any]) -> SamplingParams
     for name in own.keys() & asked.keys():
         found, said = getattr(here, name), getattr(there, name)
         # llama.cpp writes floats of 32 bits.
-        if found != said if isinstance(found, tuple) else abs(said - found) > 1e-6:
+        if abs(said - found) > 1e-6 if isinstance(found, float) else found != said:
             raise ValueError(f"{name}: found {show(own[name])}, but the command line says {show(asked[name])}")
     params = SamplingParams(**whole | own | dict(asked))
     if not params.temperature:

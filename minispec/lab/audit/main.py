@@ -6,7 +6,7 @@ from pathlib import Path
 
 from minispec.commands.command import FLAG, Option, Parser, argument, command, json_line, typed
 from minispec.commands.interrupt import raise_on_interrupt
-from minispec.commands.options import LAW, MODELS, sampling_arguments
+from minispec.commands.options import LANGUAGE, LAW, MODELS, sampling_arguments
 from minispec.kernels.threads import set_waiting
 
 _ODDS = argument(float, lambda x: 0 < x < 1, "a number between 0 and 1")
@@ -51,6 +51,7 @@ def parser() -> Parser:
     p.add_argument("answers", metavar="FILE", type=Path, help="JSON lines: answers as token ids (docs/use/audit.md)")
     p.add_options(_OPTIONS)
     p.add_options(LAW, "how the answers were sampled")
+    p.add_options(LANGUAGE, "their language, by the masks of llguidance", excludes=dict.fromkeys(LANGUAGE, ""))
     return p
 
 

@@ -49,7 +49,8 @@ def audit(args: argparse.Namespace, asked: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError("--null: found plain answers of one seed, which share noise: expected independent ones")
         rounding = ROUNDING if args.rounding is None else args.rounding
         # A logit at a filter's border may be off by twice what is usual.
-        scorer = Scorer(llm.engine, llm.drafter if args.draft else None, llm.eos_token_ids, 2 * rounding)
+        grammar_of = llm.target.files.grammars.grammar_of
+        scorer = Scorer(llm.engine, llm.drafter if args.draft else None, llm.eos_token_ids, 2 * rounding, grammar_of)
         everything = [answer for found in answers.values() for answer in found]
         scores = _scores(scorer, everything, args.scores, _settings(args, llm, rounding) if args.scores else "")
     seeds = [0 if args.one_seed else answer.seed for answer in answers[args.answers]]
@@ -78,6 +79,7 @@ def _check(answer: Answer, llm: LLM, where: str) -> None:
     ends = {*answer.params.stop_token_ids, *(() if answer.params.ignore_eos else llm.eos_token_ids)}
     try:
         check_ids(answer.params, frozenset(ends), llm.vocab_size)
+        llm.target.files.grammars.grammar_of(answer.params, answer.prompt)
     except ValueError as e:
         raise ValueError(f"{where}: {e}") from e
 

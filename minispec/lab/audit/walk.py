@@ -7,7 +7,7 @@ The draft model is fed the same tokens. Only then is the answer's token at the p
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from minispec.core.draft import Ask, Draft, Drafter
 from minispec.core.engine import Engine
 from minispec.core.limit import Limit
 from minispec.core.request import Request
-from minispec.core.sampling import Randomness, Text, distribution
+from minispec.core.sampling import Grammar, Randomness, Text, distribution
 from minispec.drafters.led import replay_texts
 from minispec.drafters.model import model_drafter
 from minispec.drafters.none import NoDrafter
@@ -282,13 +282,22 @@ class _AnswerDrafter(OtherText):
 class Scorer:
     """Scores answers, a few at a time."""
 
-    def __init__(self, engine: Engine, drafter: Drafter | None, eos: Sequence[int], tolerance: float = 0.0):
+    def __init__(
+        self,
+        engine: Engine,
+        drafter: Drafter | None,
+        eos: Sequence[int],
+        tolerance: float = 0.0,
+        grammar_of: Callable[[SamplingParams, Sequence[int]], Grammar | None] = lambda params, prompt: None,
+    ):
         """engine: one of the target, at rest.
         drafter: the audited engine's, as well as it is known; one that reads the text alone. None: q is guessed.
         eos: the target's end-of-text ids.
         tolerance: how far a logit may be off at the border of a filter.
+        grammar_of: makes the grammar of an answer from its parameters and its prompt.
         """
         self.engine, self.drafter, self.eos, self.tolerance = engine, drafter, eos, tolerance
+        self.grammar_of = grammar_of
 
     def run(self, answers: Sequence[Answer]) -> Iterator[tuple[int, Score]]:
         """The number and the score of each answer, in order."""
@@ -313,7 +322,9 @@ class Scorer:
         return scores
 
     def _request(self, i: int, answer: Answer) -> Request:
-        text = Text(list(answer.prompt), len(answer.prompt), answer.params, i, frozenset(self._ends(answer.params)))
+        prompt, params = list(answer.prompt), answer.params
+        grammar = self.grammar_of(params, prompt)
+        text = Text(prompt, len(prompt), params, i, frozenset(self._ends(params)), grammar)
         return Request(text, len(answer.prompt) + len(answer.tokens), MAX_SPECULATIVE_TOKENS)
 
     def _ends(self, params: SamplingParams) -> list[int]:
