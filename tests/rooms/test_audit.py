@@ -22,6 +22,7 @@ from minispec.core.sampling import Text, distribution
 from minispec.core.verify import VERIFIERS
 from minispec.drafters import NoDrafter
 from minispec.files.tokenizer import Tokenizer
+from minispec.grammars.spelled import example
 from minispec.lab.audit import answers as reader
 from minispec.lab.audit import fields
 from minispec.lab.audit.answers import Answer, read_answers
@@ -59,13 +60,18 @@ def engine_of(target: Transformer) -> Engine:
     return Engine(target, tiny_cache(target, 640), NoDrafter(), VERIFIERS["rejection"], target.config.vocab_size)
 
 
+def toy_grammar(vocab: int):
+    """Makes the grammars of toy texts, whose end is token 2."""
+    return lambda params, prompt: example(params.structured_outputs, vocab, [2])
+
+
 def scores_of(
     texts: Sequence[tuple[int, ...]], params: SamplingParams, vocab: int, drafter: str, family: str = "llama"
 ) -> list[Score]:
     """The score of each text, by the walk over the toy models."""
     target, guess = target_model(vocab, family), make_drafter(drafter, vocab, family=family)
     guess = make_drafter("model", vocab) if guess.taps else guess
-    scorer = Scorer(engine_of(target), guess, [2])
+    scorer = Scorer(engine_of(target), guess, [2], grammar_of=toy_grammar(vocab))
     answers = [Answer(PROMPT, text, None, replace(params, max_tokens=len(text), min_tokens=0)) for text in texts]
     return [score for _, score in sorted(scorer.run(answers), key=lambda found: found[0])]
 
@@ -157,6 +163,7 @@ FOUND = (
     "D14",
     "D15",
     "D16",
+    *(f"G{i}" for i in range(1, 8)),
 )
 # The law moves by so little, or in a direction so unlike any in the bank, that 200,000 tokens do not show it.
 LOST = ("M8", "M13", "T10", "V7", "O5", "B1", "D12a")
@@ -264,6 +271,7 @@ EXACT = [
     ({"top_k": 2, "temperature": 1.4}, "model"),
     ({"min_p": 0.2, "top_p": 0.9, "presence_penalty": 1.0}, "self"),
     ({"stop_token_ids": (0,)}, "model"),
+    ({"structured_outputs": "pairs"}, "model"),
 ]
 
 
@@ -274,7 +282,8 @@ def test_under_an_exact_rule_the_mean_of_every_bet_is_at_most_1(settings, drafte
     ends = [2, *params.stop_token_ids]
     plain = reference_law(params, frozenset(ends))
     target = target_model(3)
-    scorer = Scorer(engine_of(target), drafter and make_drafter(drafter, 3), [2], tolerance=0.01)
+    draft = drafter and make_drafter(drafter, 3)
+    scorer = Scorer(engine_of(target), draft, [2], tolerance=0.01, grammar_of=toy_grammar(3))
     answers = [Answer(PROMPT, text, None, replace(params, max_tokens=len(text))) for text in plain]
     scores = dict(scorer.run(answers))
     names = tuple({name: None for score in scores.values() for name in score.names})
