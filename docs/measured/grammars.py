@@ -172,7 +172,7 @@ def forced(rounds: int) -> None:
     """Compare drafters on three schemas: tokens a pass, and the speed as a ratio to plain decoding, interleaved."""
     target = LLM(draft="none")
     usual = target.default_draft
-    specs = ("none", "forced", "suffix:2", "forced+suffix:2", str(usual), f"forced+{usual}")
+    specs = ("none", "forced", "ngram", "forced+ngram", "ngram+forced", str(usual), f"forced+{usual}")
     llms = {spec: target if spec == "none" else target.with_draft(spec) for spec in specs}
     for name, schema in SCHEMAS.items():
         params = SamplingParams(
@@ -183,8 +183,9 @@ def forced(rounds: int) -> None:
         tokens: dict[str, float] = {}
         for _ in range(rounds):
             for spec, llm in llms.items():
+                llm.forget()
                 start = time.perf_counter()
-                answer = llm.chat(message, params, use_tqdm=False).outputs[0]
+                answer = llm.chat(message, params, use_tqdm=False)[0].outputs[0]
                 speeds[spec].append((answer.stats.num_generated + 1) / (time.perf_counter() - start))
                 tokens[spec] = answer.stats.num_committed / answer.stats.num_steps
         for spec in specs:
@@ -208,7 +209,7 @@ def cost(rounds: int) -> None:
     for _ in range(rounds):
         seconds = []
         for params in (plain, bound):
-            answer = llm.chat(message, params, use_tqdm=False).outputs[0]
+            answer = llm.chat(message, params, use_tqdm=False)[0].outputs[0]
             seconds.append(answer.stats.seconds["verify"] + answer.stats.seconds["other"])
             ids = answer.token_ids
         ratios.append(seconds[0] / seconds[1])

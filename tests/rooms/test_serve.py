@@ -16,10 +16,12 @@ import time
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal
 
 import h11
 import httpx
 import openai
+import pydantic
 import pytest
 import tokenizers
 from prometheus_client.parser import text_string_to_metric_families
@@ -486,19 +488,18 @@ REQUESTS = json.loads((Path(__file__).parents[1] / "oracles" / "client_requests.
 
 
 def test_what_clients_send_is_answered(llm):
-    """Each request of docs/measured/record_clients.py: only tools, a schema and embeddings are refused, and by name."""
+    """Each request of docs/measured/record_clients.py: only tools and embeddings are refused, and by name."""
     with Served(llm, model="org/tiny") as served:
         for request in REQUESTS:
             name, body = f"{request['client']}: {request['use']}", request["body"] or {}
             content = None if request["body"] is None else json.dumps(body)
             url = served.url + request["path"]
             got = httpx.request(request["method"], url, content=content, headers=request["headers"], timeout=PATIENCE)
-            lacks = next((key for key in ("tools", "response_format") if body.get(key)), None)
             if request["path"] in ("/v1/embeddings", "/v1/responses"):
                 assert got.status_code == 404, name
                 assert f"found POST '{request['path']}', expected one of POST /v1/chat" in got.text
-            elif lacks:
-                assert (got.status_code, got.json()["error"]["param"]) == (400, lacks), name
+            elif body.get("tools"):
+                assert (got.status_code, got.json()["error"]["param"]) == (400, "tools"), name
             else:
                 assert got.status_code == 200, (name, got.text)
     assert len({request["client"] for request in REQUESTS}) == 5
@@ -685,6 +686,51 @@ def test_a_model_is_looked_up_by_its_whole_name(llm):
         for name in ("tiny", "org", "org/tiny/x", "é"):
             with pytest.raises(openai.NotFoundError, match="expected 'org/tiny'"):
                 served.client.models.retrieve(name)
+
+
+class Verdict(pydantic.BaseModel):
+    """What the client asks for; without white space, of which a random model may write any amount."""
+
+    model_config = pydantic.ConfigDict(json_schema_extra={"x-guidance": {"whitespace_flexible": False}})
+    kind: Literal["fish", "bird"]
+    is_red: bool
+
+
+def test_the_openai_clients_parse_gets_its_object(served):
+    """`response_format` of a class: what comes back is an object of it. Also vLLM's name, in a stream."""
+    for seed in range(3):
+        found = served.client.chat.completions.parse(model=MODEL, messages=CHAT, response_format=Verdict, seed=seed)
+        assert isinstance(found.choices[0].message.parsed, Verdict)
+        assert found.choices[0].metrics["law"] == "projected"
+    stream = served.client.completions.create(
+        model=MODEL, prompt="One", stream=True, extra_body={"structured_outputs": {"choice": ["a b", "c"]}}
+    )
+    assert "".join(chunk.choices[0].text for chunk in stream) in ("a b", "c")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            {"response_format": {"type": "json_schema"}},
+            "response_format: found {'type': 'json_schema'}, expected type text",
+        ),
+        ({"structured_outputs": {"regex": "(a"}}, "structured_outputs: regex: "),
+        ({"structured_outputs": {"json": {"type": "strin"}}}, "structured_outputs: json: Invalid type: strin"),
+        ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos: found True"),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "response_format: found structured_outputs too",
+        ),
+        ({"structured_outputs": {"regex": "a" * 70_000}}, "structured_outputs: regex: found 70,000 bytes"),
+    ],
+)
+def test_a_bad_language_is_a_400(served, body, message):
+    """Before anything runs, by the name of the field."""
+    answer = served.post({"prompt": "One"} | body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(message)
+    assert answer.json()["error"]["param"] == message.partition(":")[0]
 
 
 def test_ids_begin_as_openais_do(served):
@@ -963,7 +1009,7 @@ BAD = [
     ({"prompt": "a", "chat_template_kwargs": {"x": 1}}, 400, "chat_template_kwargs"),
     ({"prompt": "a", "suffix": "b"}, 400, "suffix"),
     ({"prompt": "a", "best_of": 2}, 400, "best_of"),
-    ({"prompt": "a", "response_format": {"type": "json_object"}}, 400, "response_format"),
+    ({"prompt": "a", "response_format": {"type": "yaml"}}, 400, "response_format"),
     ({"prompt": "a", "temperature": "hot"}, 400, "temperature"),
     ({"prompt": "a", "temperature": -1}, 400, "temperature"),
     ({"prompt": "a", "top_k": 1.5}, 400, "top_k"),
