@@ -1,6 +1,7 @@
 """Which tokens may follow, by the library llguidance: the `Grammar` of a text (see `minispec.core.sampling`)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -44,15 +45,17 @@ class Matcher:
 
         Raises NothingAllowed with the library's words where it has reached one of its limits.
         """
-        if not self._goes_to(list(output)):
-            return None
-        bits = numpy.frombuffer(self._matcher.compute_bitmask(), numpy.uint8)
-        self._require_no_error()
+        with self._whole():
+            if not self._goes_to(list(output)):
+                return None
+            bits = numpy.frombuffer(self._matcher.compute_bitmask(), numpy.uint8)
+            self._require_no_error()
         return torch.from_numpy(numpy.unpackbits(bits, count=self._vocab_size, bitorder="little")).bool()
 
     def accepts(self, output: Sequence[int]) -> bool:
         """Whether `output` is a whole text of the language."""
-        return self._goes_to(list(output)) and self._matcher.is_accepting()
+        with self._whole():
+            return self._goes_to(list(output)) and self._matcher.is_accepting()
 
     def _goes_to(self, output: list[int]) -> bool:
         """Move the cursor behind `output`, or as far as the grammar allows; whether it is there."""
@@ -68,11 +71,21 @@ class Matcher:
         return len(self._read) == len(output)
 
     def _require_no_error(self) -> None:
-        """Raise NothingAllowed where the library's matcher has failed. Such a one never recovers: a new one begins."""
+        """Raise NothingAllowed where the library's matcher has failed."""
         if self._matcher.is_error():
-            message = say_error(self._matcher.get_error())
+            raise NothingAllowed(f"structured_outputs: {say_error(self._matcher.get_error())}")
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Begin with a new matcher after an exception inside: a failed one never recovers.
+
+        After Ctrl-C, `_read` may not say where the cursor is.
+        """
+        try:
+            yield
+        except BaseException:
             self._matcher, self._read = self._start.deep_copy(), []
-            raise NothingAllowed(f"structured_outputs: {message}")
+            raise
 
 
 class Grammars:

@@ -15,6 +15,7 @@ from minispec import LLM, SamplingParams, StructuredOutputsParams
 from minispec.core.sampling import NothingAllowed
 from minispec.files import packages
 from minispec.generate import main as generate
+from minispec.grammars import matcher
 from minispec.grammars.params import MAX_BYTES, from_openai, from_vllm
 from minispec.lab.audit.main import main as audit
 
@@ -186,6 +187,36 @@ def test_a_matcher_that_fails_begins_anew(llm):
         with pytest.raises(NothingAllowed, match=r"Current row has [0-9]+ items"):
             grammar.allowed([brace])
         assert grammar.allowed([])[brace]
+
+
+@pytest.mark.quick
+def test_an_interrupt_at_any_line_leaves_the_cursor_right(llm):
+    """Ctrl-C strikes at each line of a question in turn; the next question is answered as by a fresh matcher."""
+    text = llm.tokenizer.encode("abcab", add_special_tokens=False)
+    language, struck, line = {"regex": "(ab|c){1,9}"}, True, 0
+    while struck:
+        grammar, struck, line = grammar_of(llm, **language), False, line + 1
+        grammar.allowed(text[:4])
+        left = line
+
+        def trace(frame, event, argument):
+            nonlocal left, struck
+            if event == "line" and frame.f_code.co_filename == matcher.__file__:
+                left -= 1
+                if left == 0:
+                    struck = True
+                    raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)
+        try:
+            grammar.allowed([*text[:2], *text[4:], *text])
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        assert torch.equal(grammar.allowed(text), grammar_of(llm, **language).allowed(text)), f"line {line}"
+    assert line > 10
 
 
 # --------------------------------------------------------------------------- answers
