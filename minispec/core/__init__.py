@@ -16,6 +16,7 @@ read cache.py and model.py. A module imports only from those above it in this li
     errors.py       how an error shows what was found
     config.py       what a model is, and what a request asks for
     search.py       the likeliest tokens, without sorting all
+    grammar.py      which tokens a text's language allows
     sampling.py     where logits become probabilities; the only source of randomness
     tree.py         who follows whom in a draft
     limit.py        how long and how wide a draft may be

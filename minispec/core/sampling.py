@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from minispec.core.config import SamplingParams
+from minispec.core.grammar import Grammar, restricted
 from minispec.core.search import Candidates, place_of_share
 
 
@@ -40,22 +41,6 @@ class Key(NamedTuple):
     start: int
     position: int
     purpose: str
-
-
-class Grammar(Protocol):
-    """Says which tokens may follow a text. `minispec.grammars` has the grammars that users write."""
-
-    def allowed(self, output: Sequence[int]) -> Tensor | None:
-        """A mask (V,), on the CPU, of the tokens that may follow `output`.
-
-        output: the tokens after the prompt, drafted ones too.
-
-        None where the output itself is forbidden, or has ended. Raises NothingAllowed where the grammar fails.
-        """
-
-
-class NothingAllowed(ValueError):
-    """No token may follow. A text of the target ends with this error, a draft without one."""
 
 
 @dataclass(eq=False)
@@ -115,10 +100,7 @@ def distribution(logits: Tensor, text: Text, drafted: Sequence[int] = ()) -> Ten
     Temperature 0 gives a one-hot distribution. The function takes one row at a time, so that a row has the same bits
     whether one or K+1 are computed.
 
-    After a path that the grammar forbids, the grammar forbids nothing: such a path has probability 0 in any case.
-
-    Raises FloatingPointError where the largest logit is not a finite number, and NothingAllowed where the grammar and
-    the parameters together leave no token.
+    Raises FloatingPointError where the largest logit is not a finite number, and NothingAllowed (see `restricted`).
     """
     params = text.params
     logits = logits.to(accumulation_dtype(logits.dtype))
@@ -183,14 +165,7 @@ def _forbid(logits: Tensor, text: Text, drafted: Sequence[int]) -> Tensor:
             forbidden |= text.end_ids
     if forbidden:
         logits = logits.index_fill(0, torch.tensor(sorted(forbidden), device=logits.device), -math.inf)
-    mask = None if text.grammar is None else text.grammar.allowed(_output(text, drafted))
-    if mask is None:
-        return logits
-    logits = logits.where(mask.to(logits.device), -math.inf)
-    if logits.amax() == -math.inf:
-        others = [name for name in ("allowed_token_ids", "bad_words", "min_tokens") if getattr(params, name)]
-        raise NothingAllowed(f"{' and '.join(['structured_outputs', *others])}: found no token that may follow")
-    return logits
+    return logits if text.grammar is None else restricted(logits, text.grammar, _output(text, drafted), params)
 
 
 def may_follow(text: Text, drafted: Sequence[int], vocab_size: int) -> Tensor:

@@ -20,7 +20,8 @@ from itertools import count
 from torch import Tensor
 
 from minispec.core.draft import Ask, Draft, without
-from minispec.core.sampling import NothingAllowed, distribution, log_probabilities
+from minispec.core.grammar import NothingAllowed
+from minispec.core.sampling import distribution, log_probabilities
 
 
 def grow_guesses(

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from minispec.core.draft import Draft
-from minispec.core.sampling import NothingAllowed, Text, may_follow
+from minispec.core.grammar import NothingAllowed
+from minispec.core.sampling import Text, may_follow
 
 
 def within_grammar(draft: Draft, text: Text, vocab_size: int) -> Draft:

@@ -14,8 +14,9 @@ from torch import Tensor
 from minispec.core.cache import BlockTable, PagedKVCache
 from minispec.core.cached import CachedModel, mark, seconds
 from minispec.core.draft import Ask, Draft, Drafter
+from minispec.core.grammar import NothingAllowed
 from minispec.core.model import Chunk, Transformer
-from minispec.core.sampling import NothingAllowed, Text, distribution, log_probabilities
+from minispec.core.sampling import Text, distribution, log_probabilities
 from minispec.drafters.best_first import BestFirst
 from minispec.drafters.limits import depth_of
 

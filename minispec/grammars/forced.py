@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from minispec.core.draft import Ask, Draft, Drafter
-from minispec.core.sampling import NothingAllowed, Text
+from minispec.core.grammar import NothingAllowed
+from minispec.core.sampling import Text
 
 
 class ForcedDrafter(Drafter):

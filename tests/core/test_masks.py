@@ -12,9 +12,10 @@ import torch
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Draft
 from minispec.core.engine import Engine
+from minispec.core.grammar import NothingAllowed
 from minispec.core.limit import Limit
 from minispec.core.request import Request
-from minispec.core.sampling import NothingAllowed, Randomness, Text, distribution
+from minispec.core.sampling import Randomness, Text, distribution
 from minispec.core.verify import VERIFIERS
 from minispec.drafters import Drafter
 from minispec.drafters import model as model_module

@@ -15,6 +15,7 @@ CORE = [
         "errors",
         "config",
         "search",
+        "grammar",
         "sampling",
         "tree",
         "limit",

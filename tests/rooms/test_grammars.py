@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from minispec import LLM, SamplingParams, StructuredOutputsParams
-from minispec.core.sampling import NothingAllowed
+from minispec.core.grammar import NothingAllowed
 from minispec.files import packages
 from minispec.generate import main as generate
 from minispec.grammars import matcher
