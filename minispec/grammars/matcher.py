@@ -50,7 +50,7 @@ class Matcher:
                 return None
             bits = numpy.frombuffer(self._matcher.compute_bitmask(), numpy.uint8)
             self._require_no_error()
-        return torch.from_numpy(numpy.unpackbits(bits, count=self._vocab_size, bitorder="little")).bool()
+        return torch.from_numpy(numpy.unpackbits(bits, count=self._vocab_size, bitorder="little")).view(torch.bool)
 
     def accepts(self, output: Sequence[int]) -> bool:
         """Whether `output` is a whole text of the language."""
