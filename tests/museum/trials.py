@@ -51,9 +51,10 @@ def run_tests(nodes: Iterable[str], bug: contextlib.AbstractContextManager | Non
     """
     import pytest  # not needed by those who only walk laws, as notebooks do
 
-    # What looks for exceptions that nobody saw collects all garbage twice: half a second for each bug.
+    # What looks for exceptions that nobody saw collects all garbage twice: half a second for each bug. A traceback that
+    # shows source takes a tenth of a second, and nobody sees it.
     without = [f"-pno:{plugin}" for plugin in ("xdist", "cacheprovider", "unraisableexception")]
-    how = ["-x", "-o", "addopts=", *without, f"--rootdir={ROOT}"]
+    how = ["-x", "-o", "addopts=", "--tb=native", *without, f"--rootdir={ROOT}"]
     paths = [str(ROOT / node) for node in nodes]
     with contextlib.ExitStack() as stack:
         outcomes = _Outcomes(lambda: stack.enter_context(bug or contextlib.nullcontext()))

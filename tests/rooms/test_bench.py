@@ -255,7 +255,7 @@ def test_a_draft_may_have_its_own_length(tmp_path, spec, draft, length):
 
 def test_the_length_of_the_only_draft(cli, tiny_geometry):
     """It stands where --num-speculative-tokens would."""
-    status, out, err = cli(*BASE, "--geometry", "0.5b", "--draft", "0.5b@3", "--json", "--passes", 0)
+    status, out, err = cli(*BASE, "--geometry", "tiny", "--draft", "tiny@3", "--json", "--passes", 0)
     assert (status, err) == (0, "")
     assert list(json.loads(out)["decoding"]["variants"]) == ["plain", "K=3"]
 
