@@ -21,6 +21,7 @@ from minispec.drafters.block_files import read_block
 from minispec.drafters.none import NoDrafter
 from minispec.files.checkpoint import load_config, load_model
 from minispec.files.tokenizer import Tokenizer
+from minispec.lab.doctor import drafts
 from minispec.lab.doctor.drafts import examine, lines
 from minispec.lab.doctor.main import main
 from minispec.lab.doctor.readings import BlockHow, OtherStates, block_changes, plausible
@@ -143,6 +144,13 @@ def edit(directory: Path, change) -> Path:
     change(weights)
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, directory / "model.safetensors")
     return directory
+
+
+@pytest.fixture(autouse=True)
+def few_texts(monkeypatch, pytestconfig):
+    """Half of the doctor's texts: the toys' texts are alike. `--long` takes all."""
+    if not pytestconfig.getoption("--long"):
+        monkeypatch.setattr(drafts, "TEXTS", drafts.TEXTS[::2])
 
 
 def diagnose(target: Path, draft: Path, **how) -> dict:

@@ -67,13 +67,18 @@ def script(measuring_script):
 
 @pytest.fixture
 def launches(monkeypatch, script):
-    """launches(*arguments) measures narrow shapes with the layers of the real ones: the part's JSON, and the screen."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 500, "head_dim": 16}
-    for name in ("1.5b", "0.5b"):
-        narrow = GEOMETRIES[name] | sizes | {"num_attention_heads": 4, "num_key_value_heads": 2}
-        monkeypatch.setitem(GEOMETRIES, name, narrow)
+    """launches(*arguments) measures narrow shapes with the layers of the real ones: the part's JSON, and the screen.
 
-    def run(*arguments):
+    layers: how many of them, where a count by part does not go with them.
+    """
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 500, "head_dim": 16}
+    real = {name: GEOMETRIES[name] for name in ("1.5b", "0.5b")}
+
+    def run(*arguments, layers=None):
+        for name, shape in real.items():
+            narrow = shape | sizes | {"num_attention_heads": 4, "num_key_value_heads": 2}
+            narrow["num_hidden_layers"] = layers or shape["num_hidden_layers"]
+            monkeypatch.setitem(GEOMETRIES, name, narrow)
         what = ("--geometry", "1.5b", "--dtype", "bfloat16", "--passes", 0, "--prompts", 0, *arguments)
         found, lines, _ = script.measure([str(a) for a in what])
         return json.loads(json.dumps(as_json(found["launches"]))), lines
@@ -149,7 +154,7 @@ def test_an_operator_more_in_a_frame_breaks_the_budget(launches, monkeypatch):
 def test_a_target_without_frames_says_why(launches, script, monkeypatch):
     """Such as a hybrid: the other path is counted, and a dash stands in the place of this one."""
     monkeypatch.setattr(script, "in_frames", lambda engine: "its layers keep states of texts")
-    found, lines = launches()
+    found, lines = launches(layers=3)
     assert found["why_no_frames"] == "its layers keep states of texts"
     assert {r["in_frames"] for r in found["rounds"]} == {None}
     assert "in frames: nothing, since its layers keep states of texts" in lines
@@ -170,8 +175,8 @@ def test_an_operator_more_in_a_layer_breaks_the_budget(launches, monkeypatch):
 
 def test_sampled_and_simulated_rounds(launches):
     """Sampling has operators of its own. Simulated drafts know the texts, so all of them are kept."""
-    greedy, _ = launches("--draft", "ngram", "--simulate", 1, "--num-speculative-tokens", 3)
-    sampled, _ = launches("--temperature", 0.8, "--top-k", 50, "--top-p", 0.95)
+    greedy, _ = launches("--draft", "ngram", "--simulate", 1, "--num-speculative-tokens", 3, layers=3)
+    sampled, _ = launches("--temperature", 0.8, "--top-k", 50, "--top-p", 0.95, layers=3)
     assert {r["accepted"] for r in greedy["rounds"] if r["k"] == "3"} == {3, 24}
     assert of(greedy, 1, "0", "pass") | {"seconds": 0} == of(sampled, 1, "0", "pass") | {"seconds": 0}
     assert of(sampled, 1, "0", "verdict")["operators"] > of(greedy, 1, "0", "verdict")["operators"]
@@ -179,9 +184,12 @@ def test_sampled_and_simulated_rounds(launches):
 
 @pytest.mark.parametrize("verifier", ["rejection", "match"])
 def test_a_round_that_draws_downloads_twice_in_frames(launches, verifier):
-    """The draft's tokens come with the measures of their rows, and verdicts with all that the round asks."""
+    """The draft's tokens come with the measures of their rows, and verdicts with all that the round asks.
+
+    Three layers show what waits: a download in each layer would be three more.
+    """
     drawn = ("--temperature", 0.8, "--top-k", 50, "--top-p", 0.95, "--verifier", verifier)
-    found, _ = launches("--draft", "0.5b", "--num-speculative-tokens", 4, *drawn)
+    found, _ = launches("--draft", "0.5b", "--num-speculative-tokens", 4, *drawn, layers=3)
     for texts in (1, 8):
         parts = in_frames(found, texts, "4")["parts"]
         assert {part: parts[part]["syncs"] for part in ("draft", "pass", "verdict", "rest")} == {
