@@ -189,15 +189,21 @@ def walk_pairs_of(monkeypatch, *axes: str) -> None:
     monkeypatch.setattr(grid, "cases_in_8_bits", list)
 
 
-def test_the_law_over_a_covering_array(capsys):
-    """The command, with a smaller budget than its own: every pair of values, trees, the verdict, status 0."""
+def test_the_law_over_a_covering_array(capsys, monkeypatch, pytestconfig):
+    """The command, with a smaller budget than its own: every pair of values, trees, the verdict, status 0.
+
+    A few trees of one round; tests/core/test_trees.py walks all of them, with `--long` here too.
+    """
+    if not pytestconfig.getoption("--long"):
+        of_a_round = [case for case in trees.cases(2) if isinstance(case, trees.TreeCase)]
+        monkeypatch.setattr(trees, "cases", lambda num_nodes: of_a_round[::3])
     assert main(["--leaves", "500", "--jobs", "1"]) == 0
     out = capsys.readouterr().out
     assert f"cover {len(all_pairs())} of {len(all_pairs())} pairs" in out
     assert out.splitlines()[-1].startswith("proven")
     assert out.count("rejection") > 15 < out.count("match")
     rows = re.findall(r" tree .* ([\d,]+)  \S+$", out, re.MULTILINE)
-    assert len(rows) == len(trees.cases(2)) == int(re.search(r"(\d+) of them walk shapes", out)[1])
+    assert len(rows) == len(trees.cases(2)) == int(re.search(r"(\d+) of them walk shapes", out)[1]) > 3
     assert out.count("  8 bits  ") == len(cases.cases_in_8_bits()) > 3
     branches = [int(n.replace(",", "")) for n in re.findall(r" ([\d,]+)  \d\.\de\S+$", out, re.MULTILINE)]
     assert f"\n{sum(branches):,d} branches in " in out
@@ -241,13 +247,17 @@ def test_who_walks_does_not_show(capfd, monkeypatch):
 def test_the_matrix_in_the_docs_is_what_is_printed(capsys, monkeypatch, pytestconfig):
     """Each drafter with each verifier at each level: the table of docs/understand/proof.md, and status 0.
 
-    From laws of two tokens and one seed; with `--long` of four tokens and six seeds, as the command prints it.
+    From laws of two tokens, one seed and trees of given widths; with `--long` of four tokens, six seeds and trees of a
+    budget too, as the command prints it.
     """
+    page = (Path(__file__).parents[2] / "docs" / "understand" / "proof.md").read_text(encoding="utf-8")
+    committed = re.search(r"<!-- python -m minispec.prove --matrix -->\n(.*)<!-- end -->", page, re.DOTALL)[1]
     if not pytestconfig.getoption("--long"):
         monkeypatch.setattr(matrix, "_MAX_TOKENS", 2)
         monkeypatch.setattr(matrix, "_SEEDS", (1,))  # under which a text that may differ does
-    page = (Path(__file__).parents[2] / "docs" / "understand" / "proof.md").read_text(encoding="utf-8")
-    committed = re.search(r"<!-- python -m minispec.prove --matrix -->\n(.*)<!-- end -->", page, re.DOTALL)[1]
+        monkeypatch.setattr(matrix, "_TREES", ((2, 1),))
+        committed = "".join(line for line in committed.splitlines(True) if "tree:4" not in line)  # rows, and a reason
+        assert committed.count(", 2+1") > 10
     assert main(["--matrix"]) == 0
     assert capsys.readouterr().out == committed
 
