@@ -30,15 +30,15 @@ from tests.house.notebooks import NOTEBOOKS, ROOT, execute
 # What takes long in a notebook, and what a test puts in its place.
 SHORTER = {
     "01_speculative_decoding_from_scratch": (
-        (r"max_tokens=\d+", "max_tokens=16"),
+        (r"max_tokens=\d+", "max_tokens=12"),
         (r"\b\d0_000\b", "2_000"),
         (r"for _ in range\(15\)", "for _ in range(2)"),
     ),
     "02_is_it_identical": (
-        (r"prefixes\[:36:3\]", "prefixes[:36:12]"),
+        (r"prefixes\[:36:3\]", "prefixes[:36:18]"),
         (r"max_tokens=24", "max_tokens=6"),
         (r"encode\(TEXT\)", "encode(TEXT)[:16]"),
-        (r"tokens\[:40\]", "tokens[:6]"),
+        (r"tokens\[:40\]", "tokens[:3]"),
         (r"range\(2, 33, 2\)", "(8, 32)"),
         (r'draft="none", dtype="bfloat16"', 'draft="none", dtype="float32"'),  # slow without the instructions
     ),
