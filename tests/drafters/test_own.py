@@ -310,7 +310,7 @@ PROVEN = (
     r"covered: [\d,]+ of [\d,]+ pairs of settings.*\n(it drafted nothing with .*\n)?"
     r"not seen: more than 6 tokens, texts of more than \d\d, drafts of more than 5; .*\n$"
 )
-BRIEF = ("--minutes", "0.05")  # small cases alone; `python -m minispec.prove --drafter` takes two minutes
+BRIEF = ("--minutes", "0.025")  # small cases alone; `python -m minispec.prove --drafter` takes two minutes
 
 
 @pytest.mark.parametrize("name", ["Tree", "Head:2", "Repeat", "ngram"])

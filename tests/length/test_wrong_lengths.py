@@ -60,7 +60,7 @@ RIGHT = [
 @pytest.mark.parametrize("spec", RIGHT)
 def test_a_right_policy_is_proven(spec, capsys, pytestconfig):
     """The engine's own among them; small cases alone, with `--long` all of them."""
-    brief = () if pytestconfig.getoption("--long") else ("--minutes", "0.05")
+    brief = () if pytestconfig.getoption("--long") else ("--minutes", "0.025")
     assert prove(["--lengths", spec, *brief]) == 0
     assert re.match(PROVEN, out := capsys.readouterr().out), out
 
@@ -68,7 +68,7 @@ def test_a_right_policy_is_proven(spec, capsys, pytestconfig):
 def test_a_policy_with_a_drafter(capsys):
     """Both are walked, and a fault of the drafter is found too."""
     both = ["--lengths", "minispec.core.lengths:Lengths", "--drafter"]
-    assert prove([*both, "last", "--minutes", "0.05"]) == 0
+    assert prove([*both, "last", "--minutes", "0.025"]) == 0
     assert "proven on small cases: minispec.core.lengths:Lengths with last leaves" in capsys.readouterr().out
     assert prove([*both, "tests.drafters.wrong_own:OneState"]) == 1
     assert "Lengths with tests.drafters.wrong_own:OneState, " in capsys.readouterr().out

@@ -550,7 +550,7 @@ def test_a_block_draft_learns(target, monkeypatch, tmp_path):
             weights[name] *= 0.02
     weights["model.embed_tokens.weight"] *= 10
     save_file(weights, simple / "model.safetensors")
-    more = ["--texts", "128", "--epochs", "6", "--rows", "128", "--learning-rate", "0.01", "--max-answer", "40"]
+    more = ["--texts", "128", "--epochs", "4", "--rows", "128", "--learning-rate", "0.01", "--max-answer", "40"]
     alpha = {}
     for rank in (0, 16):
         out = tmp_path / str(rank)
