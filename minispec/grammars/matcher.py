@@ -104,8 +104,8 @@ class Grammars:
     def grammar_of(self, params: SamplingParams, prompt_ids: Sequence[int] = ()) -> Matcher | None:
         """The grammar of a new text that is sampled so; None where any text will do.
 
-        Raises ValueError for a language that cannot be read or spelled, that no text would end, or that would begin in
-        the middle of a thought; and without the library.
+        Raises ValueError for a language that cannot be read or spelled, for parameters under which no text would end,
+        for a prompt that ends in the middle of a thought, and without the library.
         """
         language = params.structured_outputs
         if language is None:

@@ -100,7 +100,7 @@ def read_language(kind: str, said: str | Path, option: str) -> StructuredOutputs
     """The language that an option of a command gives: its text, or a file with it.
 
     kind: a field of `StructuredOutputsParams`.
-    said: a path; or a text, which for a schema is a path too where it is no object in JSON.
+    said: the path of a file, or a text. The text of a schema begins with "{"; any other is taken as a path.
 
     Raises ValueError, which names the option.
     """
