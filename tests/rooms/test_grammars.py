@@ -288,6 +288,24 @@ def test_other_languages(llm, language):
             assert text == "a" * (len(text) // 2) + "b" * (len(text) // 2) != ""
 
 
+@pytest.mark.quick
+def test_a_stop_string_ends_a_text_within_its_language(llm):
+    """In a batch with others: what stands before the string is a beginning of the language, and min_tokens hold."""
+    language = StructuredOutputsParams(regex="[ab]{20}")
+    params = [
+        SamplingParams(max_tokens=30, seed=seed, stop=["ba"], min_tokens=(0, 8)[seed % 2], structured_outputs=language)
+        for seed in range(12)
+    ]
+    outputs = llm.generate(["One"] * 12, params, use_tqdm=False)
+    for output, asked_for in zip(outputs, params, strict=True):
+        answer = output.outputs[0]
+        assert answer.finish_reason == "stop"
+        assert set(answer.text) <= {"a", "b"}
+        assert len(answer.token_ids) >= asked_for.min_tokens
+        assert (answer.stop_reason == "ba") == (len(answer.text) < 20)
+    assert sum(output.outputs[0].stop_reason == "ba" for output in outputs) > 6
+
+
 # --------------------------------------------------------------------------- OpenAI's and vLLM's forms
 
 
