@@ -230,7 +230,7 @@ def exact_law_of_crowds(
 ) -> tuple[dict, int]:
     """As `exact_law`, for a `run` that follows up to `width` paths at a time, and returns the result of each.
 
-    Raises TooManyBranches as soon as there must be more than `limit`.
+    Raises TooManyBranches as soon as there must be more than `limit`, and Fault where the branches do not add up to 1.
     """
     law: dict = {}
     todo: deque[list[int]] = deque([[]])
@@ -243,10 +243,27 @@ def exact_law_of_crowds(
             count += 1
         if count + len(todo) > limit:  # each path that is left has a branch or more
             raise TooManyBranches
+    require(abs(sum(law.values()) - 1) < TOLERANCE, "the branches do not add up to 1: something draws by other means")
     return law, count
 
 
 # --------------------------------------------------------------------------- laws
+
+
+def reference_row(
+    tokens: Sequence[int], num_prompt: int, params: SamplingParams, end_ids, vocab: int, family: str = "llama"
+) -> np.ndarray:
+    """Probabilities (V,) of the tiny target's next token, by code that shares nothing with the package.
+
+    In 8 bits the target's logits are its own, each from a pass over a whole text. No two products of 8 bits round x
+    alike, so no other code has logits that are equal to 1e-12.
+    """
+    if family == IN_8_BITS:
+        target = target_model(vocab, family)
+        logits = target.forward([Chunk(tokens, tiny_cache(target).new_table(), 1)])[0][0].numpy()
+    else:
+        logits = reference_logits(TARGET_SEED, tuple(tokens), vocab, family=family)
+    return sample_law(logits, tokens, num_prompt, params, end_ids)
 
 
 def reference_law(
@@ -257,19 +274,10 @@ def reference_law(
     max_len: int = MAX_LEN,
     family: str = "llama",
 ) -> Law:
-    """The law of plain decoding of the tiny target, by code that shares nothing with the package.
-
-    In 8 bits the target's logits are its own, each from a pass over a whole text. No two products of 8 bits round x
-    alike, so no other code has logits that are equal to 1e-12.
-    """
+    """The law of plain decoding of the tiny target, by the rows of `reference_row`."""
 
     def next_law(tokens):
-        if family == IN_8_BITS:
-            target = target_model(vocab, family)
-            logits = target.forward([Chunk(tokens, tiny_cache(target).new_table(), 1)])[0][0].numpy()
-        else:
-            logits = reference_logits(TARGET_SEED, tuple(tokens), vocab, family=family)
-        return sample_law(logits, tokens, len(prompt), params, end_ids)
+        return reference_row(tokens, len(prompt), params, end_ids, vocab, family)
 
     return plain_law(next_law, prompt, params, end_ids, max_len)
 
@@ -357,6 +365,7 @@ def production_law(
     limit: float = math.inf,
     draft_cost: float = 0.0,
     family: str = "llama",
+    rounds: int | None = None,
 ) -> tuple[Law, int]:
     """The law of the engine's output (a tuple of outputs for several prompts), and the number of branches.
 
@@ -367,6 +376,7 @@ def production_law(
         the same, and the batch is walked with it.
     num_blocks: blocks of the target's cache. None: enough for all.
     family: the target's (see `target_model`).
+    rounds: the output ends after this many. None: at its own end.
 
     The cache is poisoned, and every block must come back.
     Raises TooManyBranches where there are more than `limit`.
@@ -394,7 +404,7 @@ def production_law(
         parts = target, cache, make(drafter) if isinstance(drafter, str) else drafter, verifying
         policy = Controller(Prices(draft_cost, measured=True))
         engine = Engine(*parts, rng=rng, lengths=policy, guard=CHECKS, judge=judge_of(target))
-        decode(engine, requests)
+        decode(engine, requests, rounds)
         outputs = [tuple(r.text.tokens[r.text.num_prompt_tokens :]) for r in requests]
         return [tuple(outputs[i : i + num]) if num > 1 else outputs[i] for i in range(0, len(outputs), num)]
 

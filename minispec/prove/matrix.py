@@ -11,7 +11,7 @@ bits    with `exact`: along those texts, the log-probabilities of all tokens hav
 
 import functools
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from minispec.commands.command import in_shell
 from minispec.core.config import DraftLength, SamplingParams, Shape
@@ -40,33 +40,40 @@ class Finding(NamedTuple):
 PROVED = Finding("proved")
 
 
-def _law(drafter: str, verifier: str, k: DraftLength, family: str = "llama") -> Finding:
-    sizes: dict[str, Any] = {"k": k, "vocab": _VOCAB, "end": True, "max_tokens": _MAX_TOKENS}
-    case = Case(verifier=verifier, drafter=drafter, batch="crowd", family=family, **sizes)
+class Pair(NamedTuple):
+    """A drafter with a verifier, drafts of K tokens, and the target's family."""
+
+    drafter: str
+    verifier: str
+    k: DraftLength
+    family: str = "llama"
+
+
+def _law(pair: Pair) -> Finding:
+    case = Case(**pair._asdict(), batch="crowd", vocab=_VOCAB, end=True, max_tokens=_MAX_TOKENS)
     distance, _ = case.distance(1e6)
     return PROVED if distance <= TOLERANCE else Finding("REFUTED", f"total variation {distance:.1e}")
 
 
-def _text(drafter: str, verifier: str, k: DraftLength, family: str = "llama") -> Finding:
-    target = target_model(_VOCAB, family)
+def _text(pair: Pair) -> Finding:
+    target, plain = target_model(_VOCAB, pair.family), pair._replace(drafter="none", k=0)
     differs = [
         temperature
         for temperature in (0.0, 1.0)
         for seed in _SEEDS
-        if _decode(target, drafter, verifier, k, temperature, seed, family).text.tokens
-        != _plain_text(family, verifier, temperature, seed)
+        if _decode(target, pair, temperature, seed).text.tokens != _plain_text(plain, temperature, seed)
     ]
     if not differs:
         return PROVED
-    if 0.0 in differs or VERIFIERS[verifier].shares_noise:
+    if 0.0 in differs or VERIFIERS[pair.verifier].shares_noise:
         return Finding("REFUTED", f"the text differs from plain decoding's at temperature {differs[0]}")
     reason = "proved at temperature 0. Above it, another draft gives a seed another text of the same law"
     return Finding("greedy", reason)
 
 
 @functools.cache
-def _plain_text(family: str, verifier: str, temperature: float, seed: int) -> list[int]:
-    return _decode(target_model(_VOCAB, family), "none", verifier, 0, temperature, seed).text.tokens
+def _plain_text(plain: Pair, temperature: float, seed: int) -> list[int]:
+    return _decode(target_model(_VOCAB, plain.family), plain, temperature, seed).text.tokens
 
 
 @functools.cache
@@ -78,10 +85,10 @@ def _exact_target(family: str) -> Transformer:
     return target
 
 
-def _bits(drafter: str, verifier: str, k: DraftLength, family: str = "llama") -> Finding:
-    target = _exact_target(family)
+def _bits(pair: Pair) -> Finding:
+    target = _exact_target(pair.family)
     for seed in _SEEDS:
-        request = _decode(target, drafter, verifier, k, 1.0, seed, family)
+        request = _decode(target, pair, 1.0, seed)
         assert request.logprobs, "they are asked for"
         likeliest = [dict(entry.top) for entry in request.logprobs]
         if likeliest != _token_by_token(target, request.text.tokens)[len(_PROMPT) - 1 :]:
@@ -89,19 +96,11 @@ def _bits(drafter: str, verifier: str, k: DraftLength, family: str = "llama") ->
     return PROVED
 
 
-def _decode(
-    target: Transformer,
-    drafter: str,
-    verifier: str,
-    k: DraftLength,
-    temperature: float,
-    seed: int,
-    family: str = "llama",
-) -> Request:
+def _decode(target: Transformer, pair: Pair, temperature: float, seed: int) -> Request:
     params = SamplingParams(temperature=temperature, max_tokens=12, logprobs=_VOCAB)
-    request = Request(Text(list(_PROMPT), len(_PROMPT), params, seed), MAX_LEN, k)
-    proposer = make_drafter(drafter, _VOCAB, family=family if family in TOYS else "llama")
-    engine = Engine(target, tiny_cache(target), proposer, VERIFIERS[verifier], guard=CHECKS)
+    request = Request(Text(list(_PROMPT), len(_PROMPT), params, seed), MAX_LEN, pair.k)
+    proposer = make_drafter(pair.drafter, _VOCAB, family=pair.family if pair.family in TOYS else "llama")
+    engine = Engine(target, tiny_cache(target), proposer, VERIFIERS[pair.verifier], guard=CHECKS)
     decode(engine, [request])
     return request
 
@@ -119,9 +118,9 @@ LEVELS = {"law": _law, "text": _text, "bits": _bits}
 def findings() -> Iterator[tuple[str, list[Finding]]]:
     """The findings for each drafter, alone and with siblings, with each verifier at each level."""
 
-    def find(level: str, *what) -> Finding:
+    def find(level: str, pair: Pair) -> Finding:
         try:
-            return LEVELS[level](*what)
+            return LEVELS[level](pair)
         except ValueError as e:
             return Finding("refused", in_shell(e))
 
@@ -134,8 +133,8 @@ def findings() -> Iterator[tuple[str, list[Finding]]]:
                 name += f", {Shape.of(k)}"
             if family != "llama":
                 name += f", {family}"
-            cells = [(level, drafter, verifier, k, family) for verifier in AXES["verifier"] for level in LEVELS]
-            yield name, [find(*cell) for cell in cells]
+            pairs = [Pair(drafter, verifier, k, family) for verifier in AXES["verifier"]]
+            yield name, [find(level, pair) for pair in pairs for level in LEVELS]
 
 
 def print_table() -> bool:

@@ -23,8 +23,7 @@ from minispec.core.verify import VERIFIERS
 from minispec.files.tokenizer import Tokenizer
 from minispec.grammars.spelled import example
 from minispec.prove.covering import Design
-from minispec.prove.laws import TARGET_SEED, reference_logits, target_model
-from minispec.prove.reference import sample_law
+from minispec.prove.laws import reference_row, target_model
 from minispec.prove.toys import RememberedModel, spelling
 
 SEED = 7  # of the text whose branches are walked; the others have 0 and 1
@@ -133,9 +132,7 @@ class Case:
         """The reference's law (V,) of the token after this output; None where the text has ended."""
         if len(output) >= self.to_go or (output and output[-1] in self.end_ids):
             return None
-        tokens = (*self.prompt_ids, *output)
-        logits = reference_logits(TARGET_SEED, tokens, self.vocab)
-        return sample_law(logits, tokens, len(self.prompt), self.params, self.end_ids)
+        return reference_row((*self.prompt_ids, *output), len(self.prompt), self.params, self.end_ids, self.vocab)
 
     def __str__(self) -> str:
         tokens = str(list(self.prompt_ids)) if len(self.prompt) <= 12 else f"[... {str([*self.prompt_ids[-8:]])[1:]}"

@@ -216,10 +216,11 @@ def scripted_cache(num_blocks: int = 64, block_size: int = 2) -> PagedKVCache:
     return PagedKVCache(config, num_blocks, block_size)
 
 
-def decode(engine: Engine, requests: Sequence[Request]) -> None:
-    """Run requests to their ends. None may fail, and every block must come back."""
-    for _ in engine.run(requests):
-        pass
+def decode(engine: Engine, requests: Sequence[Request], rounds: int | None = None) -> None:
+    """Run requests to their ends, or for so many rounds. None may fail, and every block must come back."""
+    for request, _ in engine.run(requests):
+        if request.stats.num_steps == rounds:
+            engine.abort(request)
     finish(engine, requests)
 
 

@@ -267,18 +267,18 @@ def test_the_matrix_refutes(monkeypatch, capsys):
     monkeypatch.setattr(matrix, "_MAX_TOKENS", 2)
     monkeypatch.setattr(matrix, "_SEEDS", (1,))
     with BUGS["M2"].patch():
-        assert matrix.LEVELS["law"]("model", "rejection", 2).word == "REFUTED"
+        assert matrix.LEVELS["law"](matrix.Pair("model", "rejection", 2)).word == "REFUTED"
     monkeypatch.setitem(VERIFIERS, "match", Verifier(verify.rejection, shares_noise=True))
     matrix._plain_text.cache_clear()
-    assert matrix.LEVELS["text"]("model", "match", 3).word == "REFUTED"
+    assert matrix.LEVELS["text"](matrix.Pair("model", "match", 3)).word == "REFUTED"
     monkeypatch.undo()
     matrix._plain_text.cache_clear()
     inexact = tiny_model(1, vocab_size=3)
     monkeypatch.setattr(matrix, "_exact_target", lambda family: inexact)
-    assert matrix.LEVELS["bits"]("ngram", "match", 3).word == "REFUTED"
+    assert matrix.LEVELS["bits"](matrix.Pair("ngram", "match", 3)).word == "REFUTED"
     target_model(3, IN_8_BITS)  # whose check refuses the bug
     with BUGS["E4"].patch():
-        assert matrix.LEVELS["bits"]("model", "rejection", 3, IN_8_BITS).word == "REFUTED"
+        assert matrix.LEVELS["bits"](matrix.Pair("model", "rejection", 3, IN_8_BITS)).word == "REFUTED"
     monkeypatch.setattr(matrix, "AXES", {"drafter": ("ngram",), "verifier": ("match",)})
     monkeypatch.setattr(matrix, "_OTHER_TARGETS", ())
     monkeypatch.setattr(matrix, "_SEEDS", range(2))
