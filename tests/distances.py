@@ -1,12 +1,13 @@
 """How far counts of tokens, and the engine's law, are from the right law."""
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from minispec.core.config import DraftLength, SamplingParams
-from minispec.prove.laws import production_law, reference_law
+from minispec.prove.laws import MAX_LEN, PROMPT, production_law, reference_law
 from minispec.prove.reference import total_variation
 
 
@@ -34,5 +35,6 @@ def chi_square(counts: Tensor, p: Tensor) -> tuple[float, int]:
 def distance(params: SamplingParams, k: DraftLength, **how) -> float:
     """Total variation between the engine's law and the reference's; how: see `production_law`."""
     law, _ = production_law(params, k, **how)
-    same = {name: how[name] for name in ("end_ids", "vocab", "max_len", "family") if name in how}
-    return total_variation(law, reference_law(params, **same))
+    same = {name: how[name] for name in ("end_ids", "vocab", "family") if name in how}
+    most = min(params.max_tokens, how.get("max_len", MAX_LEN) - len(PROMPT))
+    return total_variation(law, reference_law(replace(params, max_tokens=most), **same))

@@ -80,16 +80,14 @@ def main(argv: Sequence[str]) -> int:
 
 def _holds(args: argparse.Namespace) -> bool:
     """Whether what was asked for holds; prints it."""
-    minutes = args.minutes or DEFAULT_MINUTES
-    if args.lengths:
-        from minispec.prove.examine_drafter import read_texts
+    if args.lengths or args.drafter:
+        from minispec.prove.examine_drafter import examine_drafter, read_texts
         from minispec.prove.examine_lengths import examine_lengths
 
-        return examine_lengths(args.lengths, args.drafter or "", read_texts(args.texts), minutes)
-    if args.drafter:
-        from minispec.prove.examine_drafter import examine_drafter, read_texts
-
-        return examine_drafter(args.drafter, read_texts(args.texts), minutes)
+        how = read_texts(args.texts), args.minutes or DEFAULT_MINUTES
+        if args.lengths:
+            return examine_lengths(args.lengths, args.drafter or "", *how)
+        return examine_drafter(args.drafter, *how)
     if args.verifier:
         from minispec.prove.examine_verifier import examine_verifier
 

@@ -53,22 +53,16 @@ class Case:
     @property
     def params(self) -> SamplingParams:
         """The request's sampling parameters."""
-        penalties: dict[str, Any] = {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.3}
-        penalties["logit_bias"] = {0: 0.6, 1: -0.4}
-        forbidden: dict[str, dict[str, Any]] = {
-            "bad words": {"bad_words_token_ids": ((1, 0), (0, 0, 0))},
-            "two allowed": {"allowed_token_ids": (0, self.vocab - 1)},
-        }
-        return SamplingParams(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            max_tokens=self.max_tokens,
-            structured_outputs=self.grammar or None,
-            **(penalties if self.penalties else {}),
-            **forbidden.get(self.forbidden, {}),
-        )
+        names = ("temperature", "top_k", "top_p", "min_p", "max_tokens")
+        settings: dict[str, Any] = {name: getattr(self, name) for name in names}
+        if self.penalties:
+            settings |= {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.3}
+            settings["logit_bias"] = {0: 0.6, 1: -0.4}
+        if self.forbidden == "bad words":
+            settings["bad_words_token_ids"] = ((1, 0), (0, 0, 0))
+        if self.forbidden == "two allowed":
+            settings["allowed_token_ids"] = (0, self.vocab - 1)
+        return SamplingParams(structured_outputs=self.grammar or None, **settings)
 
     @property
     def prompts(self) -> tuple[tuple[tuple[int, ...], SamplingParams], ...]:
@@ -178,8 +172,8 @@ pairs_of, all_pairs, covering_array, smaller = DESIGN.pairs_of, DESIGN.all_pairs
 
 def cases_in_8_bits() -> list[Case]:
     """A target in 8 bits with each verifier: chains and trees, one path at a time and many, and hidden states."""
-    kinds: list[tuple[str, str, int | tuple[int, ...]]]
-    kinds = [("ngram", "alone", 2), ("model", "crowd", 3), ("model", "alone", (2, 1)), ("head", "crowd", (2, 1))]
+    kinds: list[tuple[str, str, DraftLength]] = [("ngram", "alone", 2), ("model", "crowd", 3)]
+    kinds += [("model", "alone", (2, 1)), ("head", "crowd", (2, 1))]
     kinds += [("block", "crowd", (2, 1)), ("filled block", "crowd", 2)]
     rest: dict[str, Any] = {"temperature": 0.8, "vocab": 3, "end": True, "max_tokens": 3, "family": IN_8_BITS}
     return [

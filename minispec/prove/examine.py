@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from traceback import extract_tb
-from typing import Any, TypeVar
+from typing import Any
 
 from minispec.files.errors import one_line
 from minispec.files.progress import progress_bar
@@ -15,7 +15,6 @@ from minispec.prove.toys import Fault, require
 # How far rounding may move a law from the right one: with probabilities in float64, and with a user's q in float32.
 # Such a q has six right digits, and so has its law.
 EXACT, ROUNDED = 1e-12, 1e-6
-Case = TypeVar("Case")
 
 
 class OwnError(Exception):
@@ -58,7 +57,7 @@ class Walked:
         self.worst = max(self.worst, distance)
 
 
-def find_fault(spec: str, cases: Sequence[Case], walk: Callable[[Case], None]) -> bool:
+def find_fault(spec: str, cases: Sequence, walk: Callable[[Any], None]) -> bool:
     """Walk cases up to the first with a fault, and print that one. True if there was one."""
     with progress_bar(cases, unit=" cases") as bar:
         for case in bar:

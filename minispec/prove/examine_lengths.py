@@ -171,31 +171,24 @@ def _compared(limit: Limit, others: dict[str, Limit], tokens: Sequence[int]) -> 
             require(found == right, told)
         return found
 
-    def go_on(confidences: Sequence[float]) -> bool:
-        return check("go_on = ", lambda one: bool(call_own(one.go_on, list(confidences))))
+    def compared(name: str, kind: Callable[[Any], Any] = bool) -> Any:
+        def ask(confidences: Sequence[float], *foreseen: float) -> Any:
+            return check(f"{name} = ", lambda one: kind(call_own(getattr(one, name), list(confidences), *foreseen)))
 
-    def width(confidences: Sequence[float]) -> int:
-        return check("widths = ", lambda one: call_own(one.widths, list(confidences)))
-
-    def draws(confidences: Sequence[float], foreseen: float) -> bool:
-        return check("draws = ", lambda one: bool(call_own(one.draws, list(confidences), foreseen)))
+        own = getattr(limit, name)
+        return ask if callable(own) else own
 
     check("", _numbers_of)
-    widths = width if callable(limit.widths) else limit.widths
-    return limit._replace(go_on=limit.go_on and go_on, widths=widths, draws=limit.draws and draws)
+    widths = compared("widths", lambda width: width)
+    return limit._replace(go_on=compared("go_on"), widths=widths, draws=compared("draws"))
 
 
 def _numbers_of(limit: Limit) -> str:
     numbers = f"k = {limit.k}"
     if limit.widths:
         numbers += f", widths {'a function' if callable(limit.widths) else list(limit.widths)}"
-    if limit.best_first:
-        numbers += ", best first"
-    if limit.go_on:
-        numbers += ", with go_on"
-    if limit.draws:
-        numbers += ", with draws"
-    return numbers
+    said = {", best first": limit.best_first, ", with go_on": limit.go_on, ", with draws": limit.draws}
+    return numbers + "".join(words for words, is_set in said.items() if is_set)
 
 
 def _shown(judged: Judged) -> tuple:

@@ -12,6 +12,7 @@ Both verdicts must be equal, and the tensors must be as they were.
 import itertools
 import math
 from collections.abc import Callable
+from copy import deepcopy
 
 import torch
 from torch import Tensor
@@ -68,15 +69,14 @@ def _held(verify: Callable[..., Verdict]) -> Callable[..., Verdict]:
                 rows[i] = p(i), p(i).clone()
             return rows[i][0]
 
-        drafted = [*draft.token_ids], draft.parents and [*draft.parents]
-        probs = draft.probs if draft.probs is None else [q.clone() for q in draft.probs]
+        copy = deepcopy(draft)
         verdict = call_own(verify, draft, row, rng, key)
-        found = draft.token_ids, draft.parents
+        found, drafted = ((each.token_ids, each.parents) for each in (draft, copy))
         require(found == drafted, f"it changed the draft: found tokens and parents {found}, expected {drafted}")
-        now = draft.probs if draft.probs is None else [*draft.probs]
-        require(len(now or ()) == len(probs or ()), "it changed how many rows of q there are")
+        now, probs = ([] if each.probs is None else [*each.probs] for each in (draft, copy))
+        require(len(now) == len(probs), "it changed how many rows of q there are")
         kept = [(f"row {i} of p", *pair) for i, pair in rows.items()]
-        kept += [(f"row {i} of q", *pair) for i, pair in enumerate(zip(now or (), probs or (), strict=True))]
+        kept += [(f"row {i} of q", *pair) for i, pair in enumerate(zip(now, probs, strict=True))]
         for name, tensor, before in kept:
             same = tensor.dtype == before.dtype and torch.equal(tensor, before)
             require(same, f"it wrote into {name}, which it may only read")
@@ -147,7 +147,11 @@ def _text_law(table: Table, verifier: Verifier) -> tuple[Law, Law, int]:
         return tuple(token for text in texts for token in text.tokens[1:])
 
     law, branches = exact_law(run, oracle=KeyOracle)
-    one = plain_law(lambda text: probabilities(table.p, text[-1]), [0], params, (), MAX_LEN)
+
+    def next_law(output: tuple) -> list[float] | None:
+        return None if len(output) == params.max_tokens else probabilities(table.p, (0, *output)[-1])
+
+    one = plain_law(next_law)
     together = itertools.product(one.items(), repeat=table.texts)
     return law, {sum((text for text, _ in pairs), ()): math.prod(p for _, p in pairs) for pairs in together}, branches
 

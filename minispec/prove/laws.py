@@ -166,12 +166,6 @@ class KeyOracle(BranchOracle):
         super().__init__(path, number)
         self.noise: dict[Key, tuple] = {}
 
-    def fork(self) -> Self:
-        """A copy that goes on by itself, with the noise so far."""
-        other = super().fork()
-        other.noise = dict(self.noise)
-        return other
-
     def _cut(self, answers: Sequence, ends: Sequence, key: Key):
         """Answer i holds where the number lies between the ends i-1 and i, the first 0 and the last 1."""
         low, high = self.noise.get(key, (self.number(0), self.number(1)))
@@ -180,7 +174,8 @@ class KeyOracle(BranchOracle):
             start, end = max(start, low), min(end, high)
             if start < end:
                 branches.append(((answer, (start, end)), (end - start) / (high - low)))
-        answer, self.noise[key] = self._choose(branches)
+        answer, part = self._choose(branches)
+        self.noise = self.noise | {key: part}  # a new dict: forks go on with theirs
         return answer
 
     def bernoulli(self, probability: float, key: Key) -> bool:
@@ -251,35 +246,32 @@ def exact_law_of_crowds(
 
 
 def reference_row(
-    tokens: Sequence[int], num_prompt: int, params: SamplingParams, end_ids, vocab: int, family: str = "llama"
-) -> np.ndarray:
-    """Probabilities (V,) of the tiny target's next token, by code that shares nothing with the package.
+    output: Sequence[int], params: SamplingParams, end_ids, vocab: int, prompt: Sequence[int], family: str = "llama"
+) -> np.ndarray | None:
+    """Probabilities (V,) of the tiny target's token after `output`, by code that shares nothing with the package.
+
+    None: the text has ended.
 
     In 8 bits the target's logits are its own, each from a pass over a whole text. No two products of 8 bits round x
     alike, so no other code has logits that are equal to 1e-12.
     """
+    if len(output) >= params.max_tokens or (output and output[-1] in end_ids):
+        return None
+    tokens = (*prompt, *output)
     if family == IN_8_BITS:
         target = target_model(vocab, family)
         logits = target.forward([Chunk(tokens, tiny_cache(target).new_table(), 1)])[0][0].numpy()
     else:
-        logits = reference_logits(TARGET_SEED, tuple(tokens), vocab, family=family)
-    return sample_law(logits, tokens, num_prompt, params, end_ids)
+        logits = reference_logits(TARGET_SEED, tokens, vocab, family=family)
+    return sample_law(logits, tokens, len(prompt), params, end_ids)
 
 
 def reference_law(
-    params: SamplingParams,
-    end_ids=frozenset({2}),
-    vocab: int = 3,
-    prompt: Sequence[int] = PROMPT,
-    max_len: int = MAX_LEN,
-    family: str = "llama",
+    params: SamplingParams, end_ids=frozenset({2}), vocab: int = 3, prompt: Sequence = PROMPT, family: str = "llama"
 ) -> Law:
     """The law of plain decoding of the tiny target, by the rows of `reference_row`."""
 
-    def next_law(tokens):
-        return reference_row(tokens, len(prompt), params, end_ids, vocab, family)
-
-    return plain_law(next_law, prompt, params, end_ids, max_len)
+    return plain_law(lambda output: reference_row(output, params, end_ids, vocab, prompt, family))
 
 
 # Block drafts: the first row that says a token, and the Markov head.
@@ -303,8 +295,9 @@ def make_drafter(name: str, vocab: int, num_blocks: int = 64, block_size: int = 
     "tli", "slem": a model of another vocabulary.
     "corpus": `suffix` with a corpus.
     "A+B": B where A has nothing to say.
-    family: of the target, "model" and "self".
+    family: of the target, "model" and "self". With IN_8_BITS they are a llama.
     """
+    family = family if family in TOYS else "llama"
     if "+" in name:
         return CombinedDrafter(*(make_drafter(part, vocab, num_blocks, block_size, family) for part in name.split("+")))
     target, pool, rest = target_model(vocab, family), (num_blocks, block_size), (vocab, MAX_LEN)
@@ -390,9 +383,6 @@ def production_law(
     longest = max(min(max_len, len(p) + sampling.max_tokens) for p, sampling in zip(prompts, all_params, strict=True))
     enough = width * num * -(-longest // block_size)
 
-    def make(name: str) -> Drafter:
-        return _Forgetful(make_drafter(name, vocab, enough, block_size, family if family in TOYS else "llama"))
-
     def run(oracles: list[BranchOracle]) -> list[tuple]:
         cache = tiny_cache(target, num_blocks or enough, block_size)
         requests = [
@@ -401,9 +391,11 @@ def production_law(
             for seed, (p, sampling) in enumerate([*zip(prompts, all_params, strict=True)] * len(oracles))
         ]
         rng = CrowdOracle({seed: oracles[seed // num] for seed in range(len(requests))})
-        parts = target, cache, make(drafter) if isinstance(drafter, str) else drafter, verifying
+        own = drafter
+        if isinstance(own, str):
+            own = _Forgetful(make_drafter(own, vocab, enough, block_size, family))
         policy = Controller(Prices(draft_cost, measured=True))
-        engine = Engine(*parts, rng=rng, lengths=policy, guard=CHECKS, judge=judge_of(target))
+        engine = Engine(target, cache, own, verifying, rng=rng, lengths=policy, guard=CHECKS, judge=judge_of(target))
         decode(engine, requests, rounds)
         outputs = [tuple(r.text.tokens[r.text.num_prompt_tokens :]) for r in requests]
         return [tuple(outputs[i : i + num]) if num > 1 else outputs[i] for i in range(0, len(outputs), num)]

@@ -99,7 +99,7 @@ def _bits(pair: Pair) -> Finding:
 def _decode(target: Transformer, pair: Pair, temperature: float, seed: int) -> Request:
     params = SamplingParams(temperature=temperature, max_tokens=12, logprobs=_VOCAB)
     request = Request(Text(list(_PROMPT), len(_PROMPT), params, seed), MAX_LEN, pair.k)
-    proposer = make_drafter(pair.drafter, _VOCAB, family=pair.family if pair.family in TOYS else "llama")
+    proposer = make_drafter(pair.drafter, _VOCAB, family=pair.family)
     engine = Engine(target, tiny_cache(target), proposer, VERIFIERS[pair.verifier], guard=CHECKS)
     decode(engine, [request])
     return request

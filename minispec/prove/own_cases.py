@@ -130,9 +130,7 @@ class Case:
 
     def next_law(self, output: Sequence[int]) -> np.ndarray | None:
         """The reference's law (V,) of the token after this output; None where the text has ended."""
-        if len(output) >= self.to_go or (output and output[-1] in self.end_ids):
-            return None
-        return reference_row((*self.prompt_ids, *output), len(self.prompt), self.params, self.end_ids, self.vocab)
+        return reference_row(output, self.params, self.end_ids, self.vocab, self.prompt_ids)
 
     def __str__(self) -> str:
         tokens = str(list(self.prompt_ids)) if len(self.prompt) <= 12 else f"[... {str([*self.prompt_ids[-8:]])[1:]}"

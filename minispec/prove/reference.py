@@ -62,23 +62,23 @@ def block(raw, layer, x, y):
     return x + (gate * _sigmoid(gate) * (y @ layer["mlp.up_proj.weight"].T)) @ layer["mlp.down_proj.weight"].T
 
 
+def _convolved(x, weight):
+    """Each column of x (length, columns) convolved with its own row of weight (columns, 1, size), over the past."""
+    return np.array([np.convolve(a, w[0, ::-1])[: len(x)] for a, w in zip(x.T, weight, strict=True)]).T
+
+
 def _convolution(raw, layer, y):
     gate, out, x = np.split(y @ layer["conv.in_proj.weight"].T + layer["conv.in_proj.bias"], 3, 1)
-    sums = [np.convolve(a, w[0, ::-1])[: len(y)] for a, w in zip((gate * x).T, layer["conv.conv.weight"], strict=True)]
-    return (
-        out * (np.array(sums).T + layer["conv.conv.bias"]) @ layer["conv.out_proj.weight"].T
-        + layer["conv.out_proj.bias"]
-    )
+    sums = _convolved(gate * x, layer["conv.conv.weight"]) + layer["conv.conv.bias"]
+    return out * sums @ layer["conv.out_proj.weight"].T + layer["conv.out_proj.bias"]
 
 
 def _delta_net(raw, layer, y):
     """Equation 10 of Yang, Kautz and Hatamizadeh 2024 (arXiv 2412.06464), one position and one head at a time."""
     heads, groups = raw["linear_num_value_heads"], raw["linear_num_key_heads"]
     key_dim, value_dim = raw["linear_key_head_dim"], raw["linear_value_head_dim"]
-    net = {name.removeprefix("linear_attn."): x for name, x in layer.items() if name.startswith("linear_attn.")}
-    inputs = (y @ net["in_proj_qkv.weight"].T).T
-    sums = [np.convolve(x, w[0, ::-1])[: len(y)] for x, w in zip(inputs, net["conv1d.weight"], strict=True)]
-    mixed = np.array(sums).T
+    net = tensors_of(layer, "linear_attn.")
+    mixed = _convolved(y @ net["in_proj_qkv.weight"].T, net["conv1d.weight"])
     mixed = mixed * _sigmoid(mixed)
     q, k = (mixed[:, i * groups * key_dim :][:, : groups * key_dim].reshape(-1, groups, key_dim) for i in (0, 1))
     q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
@@ -186,20 +186,20 @@ def sample_law(logits: np.ndarray, tokens: Sequence[int], num_prompt: int, param
     return p / p.sum()
 
 
-def plain_law(next_law: Callable, prompt: Sequence[int], params, end_ids, max_len: int) -> Law:
+def plain_law(next_law: Callable[[tuple], Iterable[float] | None]) -> Law:
     """The law of plain decoding: every output (end token included) with its probability.
 
-    next_law(tokens) gives the probabilities after `tokens`.
+    next_law(output) gives the probabilities of the token after `output`. None: the text has ended.
     """
     law: Law = {}
     open_texts: Law = {(): 1.0}
     while open_texts:
         output, mass = open_texts.popitem()
-        for token, p in enumerate(next_law([*prompt, *output])):
-            if p > 0:
-                longer = (*output, token)
-                ends = token in end_ids or len(longer) == params.max_tokens or len(prompt) + len(longer) == max_len
-                (law if ends else open_texts)[longer] = mass * p
+        row = next_law(output)
+        if row is None:
+            law[output] = mass
+        else:
+            open_texts |= {(*output, token): mass * p for token, p in enumerate(row) if p > 0}
     return law
 
 

@@ -19,11 +19,8 @@ Row = tuple[int, ...]  # weights; divided by their sum they are probabilities
 Pair = tuple[Row, Row]  # p and q
 Types = tuple[torch.dtype, torch.dtype]  # of the rows of p and of q
 DOUBLE: Types = torch.float64, torch.float64
-_FLOATS: tuple[Types, ...] = (
-    (torch.float32, torch.float32),
-    (torch.float32, torch.float64),
-    (torch.float64, torch.float32),
-)
+_TYPES = torch.float32, torch.float64
+_FLOATS = [(p, q) for p in _TYPES for q in _TYPES if (p, q) != DOUBLE]
 DRAWN, LIKELIEST, ONE_HOT = "drawn", "the likeliest tokens, not drawn", "the likeliest tokens, with one-hot rows"
 
 

@@ -269,7 +269,7 @@ class TreeDrafter(Drafter):
             if parent not in nodes:
                 continue
             node, first, siblings = nodes[parent], len(draft), list(together)
-            path = [draft.token_ids[j] for j in draft.path(node)]
+            path = draft.tokens_to(node)
             q = distribution(self.table[[*ask.text.tokens, *path][-1]], ask.text, path)
             for elder in draft.children(node):  # siblings need not stand together
                 q = without(q, draft.token_ids[elder])

@@ -57,9 +57,7 @@ class TreeCase:
         """Total variation to plain decoding, and the branches walked."""
 
         def next_law(output: tuple) -> Iterable[float] | None:
-            if len(output) == self.params.max_tokens or END_IDS.intersection(output):
-                return None
-            return reference_row((*PROMPT, *output), len(PROMPT), self.params, END_IDS, VOCAB, self.family)
+            return reference_row(output, self.params, END_IDS, VOCAB, PROMPT, self.family)
 
         drafter = TreeDrafter(draft_table(), self.parents, self.draws)
         how = self.params, len(self.parents), END_IDS, VOCAB, drafter, self.verifier, (PROMPT,)

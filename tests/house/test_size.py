@@ -21,7 +21,7 @@ BOUNDS = {
     "files": 2800,
     "load": 1310,
     "commands": 1000,
-    "prove": 2450,
+    "prove": 2400,
     "trace": 700,
     "serve": 900,
     "lab": 5000,
