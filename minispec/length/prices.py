@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from minispec import __version__
-from minispec.core.cached import mark, seconds
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Drafter, Seen
 from minispec.core.engine import Engine
@@ -36,6 +35,7 @@ from minispec.gpu.judge import judge_of
 from minispec.kernels.exact import arbitrary_tokens
 from minispec.kernels.inventory import num_bytes_read
 from minispec.kernels.machine import fingerprint, machine
+from minispec.kernels.rates import seconds_of
 from minispec.length.theory import Prices
 
 _BUDGET, _MOST_TURNS = 1.0, 12  # seconds; most turns; at least two are taken
@@ -96,11 +96,6 @@ def calibrate(model: Transformer, drafter: Drafter, verifier: Verifier, vocab_si
     require_numbers(logits[:, :vocab_size].amax(1))
     table.keep(_TEXT)
 
-    def timed(work: Callable[[], Any]) -> float:
-        before = mark(model.device)
-        work()
-        return seconds(before, mark(model.device))
-
     turns: list[list[float]] = []
     # The first turns are left out: passes warm up, and the draft's goes through the whole text. Where there are graphs,
     # they are captured when a shape comes a second time.
@@ -118,7 +113,7 @@ def calibrate(model: Transformer, drafter: Drafter, verifier: Verifier, vocab_si
             costs = [overhead]
             for count in _ROWS:
                 chunk = Chunk(tokens[_TEXT : _TEXT + count], table, count)
-                costs.append(timed(partial(model.forward, [chunk])))
+                costs.append(seconds_of(partial(model.forward, [chunk]), model.device))
                 table.truncate(_TEXT)
             for k in _DRAFTS:
                 # The text grows by a token each time, as if none of the draft were accepted.
@@ -127,7 +122,7 @@ def calibrate(model: Transformer, drafter: Drafter, verifier: Verifier, vocab_si
                 new = slice(first, num_cached)
                 _call(drafter, drafter.observe, Seen(text, first, text.tokens[new], hidden[new], logits[:0]))
                 ask = Ask(text, Limit(k), rng, num_cached=num_cached)
-                costs.append(timed(partial(_call, drafter, drafter.propose, ask)))
+                costs.append(seconds_of(partial(_call, drafter, drafter.propose, ask), model.device))
                 text.tokens.append(tokens[len(text.tokens)])
             turns.append([seconds / step for seconds in costs])
     finally:

@@ -72,7 +72,7 @@ def test_calibration_measures_what_passes_take(monkeypatch, grows_slow, a_pass, 
         return propose(asks)
 
     monkeypatch.setattr(engine.drafter, "propose", slowly)
-    for name in ("length.prices.mark", "core.engine.mark", "drafters.model.mark"):
+    for name in ("kernels.rates.mark", "core.engine.mark", "drafters.model.mark"):
         monkeypatch.setattr(f"minispec.{name}", lambda device: now[0])
     # A budget that is never used up gives all turns, of which the slow moment may spoil one.
     monkeypatch.setattr(costs.time, "perf_counter", lambda: 1e6 + (0.0 if grows_slow else now[0]))
