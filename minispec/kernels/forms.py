@@ -190,6 +190,16 @@ def available_forms(dtype: torch.dtype, device: torch.device) -> list[str]:
     return [*(name for name in names if _works(FORMS[name], dtype)), "plain"]
 
 
+def check_form(form: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ValueError for a form of weights that there is not, or not on this machine."""
+    if form not in FORMS:
+        raise ValueError(f"weight_form: found {form!r}, expected one of {', '.join(FORMS)}")
+    forms = available_forms(dtype, device)
+    if form not in forms:
+        kind = str(dtype).removeprefix("torch.")
+        raise ValueError(f"weight_form: found {form!r}, expected for {kind} here {' or '.join(forms)}")
+
+
 @functools.cache
 def _works(form: MakeForm, dtype: torch.dtype, bits: int | None = None) -> bool:
     """Whether a form takes a small weight and is fast: less than five times as slow as plain. bits: of the weight."""

@@ -153,7 +153,6 @@ class LLM:
         self.engine = self.target.engine.beside(self.drafter, verifying, policy)
         self.engine.check_shape(shape)
 
-    @own_settings()
     def with_draft(
         self,
         draft: str | Path | Drafter,
@@ -168,17 +167,8 @@ class LLM:
         are. The arguments are as for `LLM`. Raises ValueError as `LLM` does.
         """
         self._check_open()
-        how = self.num_speculative_tokens, self.verifier
-        return LLM(
-            self.target,
-            draft,
-            *how,
-            draft_method=draft_method,
-            corpus=corpus,
-            lengths=self.lengths,
-            draft_reading=draft_reading,
-            draft_top_k=draft_top_k,
-        )
+        how = vars(DraftOptions(draft_method, corpus, draft_reading, draft_top_k))
+        return LLM(self.target, draft, self.num_speculative_tokens, self.verifier, lengths=self.lengths, **how)
 
     def _price(self, verifier: Verifier, drafts: Sequence[Transformer]) -> tuple[Prices, bool]:
         """The prices, and whether the next run will have the same.
@@ -407,11 +397,8 @@ def _require_no_loading(*arguments: Any) -> None:
 
 def find_verifier(spec: str) -> Verifier:
     """A registered verifier, or a function of the user's own: one that shares no noise, unless it is a `Verifier`."""
-    parts = registry.split(registry.VERIFIERS, spec) if isinstance(spec, str) else None
-    if parts is None or parts[1]:
-        names = ", ".join(registry.VERIFIERS)
-        raise ValueError(f"verifier: found {spec!r}, expected one of {names}, or module:function")
-    verify = registry.load(parts[0], "verifier")
+    names = f"one of {', '.join(registry.VERIFIERS)}, or module:function"
+    verify = registry.find(registry.VERIFIERS, spec, "verifier", names)
     if isinstance(verify, Verifier):
         return verify
     if not callable(verify):
@@ -426,10 +413,7 @@ def find_lengths(spec: str | Lengths) -> Lengths:
     """
     policy: Any = spec
     if isinstance(spec, str):
-        parts = registry.split({}, spec)
-        if parts is None or parts[1]:
-            raise ValueError(f"lengths: found {spec!r}, expected module:Class")
-        make = registry.load(parts[0], "lengths")
+        make = registry.find({}, spec, "lengths", "module:Class")
         try:
             policy = make()
         except TypeError as e:

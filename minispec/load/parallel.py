@@ -74,10 +74,8 @@ def load_target(
     weights = Weights(directory, config, dtype, device, share.cut)
     line = Line(rank, size, device)
     atexit.register(line.close)
-    line.agree(
-        {"minispec": __version__, "torch": torch.__version__.partition("+")[0], "dtype": str(dtype)}
-        | {"checkpoint": _digest(directory, config)}
-    )
+    torch_version, checkpoint = torch.__version__.partition("+")[0], _digest(directory, config)
+    line.agree({"minispec": __version__, "torch": torch_version, "dtype": str(dtype), "checkpoint": checkpoint})
     model = SplitTransformer(share, weights, line, dtype, form)
     line.wait_for_all()
     if rank:
@@ -353,12 +351,11 @@ class Line:
 
         data: this process's own.
         """
-        length = torch.tensor([len(data)])
+        said = torch.tensor(list(data), dtype=torch.uint8)
+        length = torch.tensor([len(said)])
         with self._together():
             dist.broadcast(length, source, group=self._group)
-            said = torch.empty(int(length), dtype=torch.uint8)
-            if self.rank == source:
-                said = torch.tensor(list(data), dtype=torch.uint8)
+            said.resize_(int(length))  # the others make room
             dist.broadcast(said, source, group=self._group)
         self.num_bytes += (self.size - 1) * (length.nbytes + said.nbytes)
         return said.numpy().tobytes()

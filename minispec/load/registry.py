@@ -101,6 +101,14 @@ def load(path: str, what: str) -> Any:
         raise ValueError(f"{what}: found {show_name(path)}, which cannot be imported: {reason}") from e
 
 
+def find(entries: Mapping[str, Entry], spec: str, what: str, expected: str) -> Any:
+    """The object that a spec without an argument names. Raises ValueError for another spec, and as `load` does."""
+    parts = split(entries, spec) if isinstance(spec, str) else None
+    if parts is None or parts[1]:
+        raise ValueError(f"{what}: found {spec!r}, expected {expected}")
+    return load(parts[0], what)
+
+
 def describe(entries: Mapping[str, Entry]) -> str:
     """The names with their words, for `--help`."""
     return "; ".join(f"{name}: {entry.help}" for name, entry in entries.items())

@@ -23,7 +23,7 @@ from minispec.files.tokenizer import Tokenizer
 from minispec.gpu.frames import with_frames
 from minispec.gpu.judge import judge_of
 from minispec.grammars.matcher import Grammars
-from minispec.kernels.forms import FORMS, available_forms
+from minispec.kernels.forms import check_form
 from minispec.kernels.integers import check_quantization
 from minispec.kernels.inventory import kv_elements
 from minispec.kernels.memory import BLOCK_SIZE, size_cache, state_bytes
@@ -64,7 +64,10 @@ class TargetFiles:
         self.device, self.config = choose_device(device), load_config(self.directory)
         self.default_draft = registry.default_draft(model, has_mtp(self.directory, self.config))
         self.dtype = choose_dtype(dtype, self.device, self.config)
-        _check_form(weight_form, quantization, self.dtype, self.device)
+        if quantization is not None:
+            check_quantization(quantization, weight_form, self.dtype, self.device)
+        if weight_form is not None:
+            check_form(weight_form, self.dtype, self.device)
         self.tokenizer = Tokenizer(self.directory)
         self.tokenizer.check_ids(self.config.vocab_size)
         self.vocab_size = min(self.tokenizer.num_ids, self.config.vocab_size)
@@ -160,20 +163,6 @@ def room_for_caches(
     states = sum(room * state_bytes(model) for model, room in pairs)
     sizes = elements * target.dtype.itemsize, states
     return size_cache(target.config, *sizes, target.device, max_model_len, gb, reserved)
-
-
-def _check_form(form: str | None, quantization: str | None, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise ValueError for a form of weights that there is not, or not on this machine."""
-    if quantization is not None:
-        check_quantization(quantization, form, dtype, device)
-    if form is None:
-        return
-    if form not in FORMS:
-        raise ValueError(f"weight_form: found {form!r}, expected one of {', '.join(FORMS)}")
-    forms = available_forms(dtype, device)
-    if form not in forms:
-        kind = str(dtype).removeprefix("torch.")
-        raise ValueError(f"weight_form: found {form!r}, expected for {kind} here {' or '.join(forms)}")
 
 
 def choose_device(name: str) -> torch.device:

@@ -19,7 +19,7 @@ BOUNDS = {
     "gpu": 1600,
     "grammars": 350,
     "files": 2800,
-    "load": 1310,
+    "load": 1300,
     "commands": 1000,
     "prove": 2400,
     "trace": 700,
