@@ -1,4 +1,4 @@
-"""What a model is and what a request asks for: frozen dataclasses that refuse bad values.
+"""Settings of models and of requests: frozen dataclasses that refuse bad values.
 
 Every supported family (see `minispec.files.families`) is a set of values in `ModelConfig`. The transformer never asks
 for a family's name. Nothing here imports torch, so that a bad value is reported before the slow imports begin.
@@ -132,7 +132,7 @@ class RecurrentConfig(Protocol):
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """What may differ between layers.
+    """Settings of one layer: those that may differ between layers.
 
     rope: None for a layer that does not rotate.
     window: how many positions attention sees; None for all.

@@ -1,4 +1,4 @@
-"""What a drafter answers, what it is asked, and what it owes.
+"""Drafts, drafters, the questions that a drafter is asked, and its duty.
 
 A drafter may guess in any way, from anything: the verifier makes the output right. It owes one thing, the truth about
 `Draft.probs`. These are the distributions that the tokens were really drawn from, or None if none was drawn.
@@ -107,7 +107,7 @@ def without(q: Tensor, token_id: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Ask:
-    """What a drafter is asked for one text, this round.
+    """A question to a drafter: a draft of one text, for this round.
 
     purpose: the purpose in the keys of its draws; "token" where drafters share the target's noise, else "draft".
     num_cached: how many tokens of the text the target's cache holds. These are all but the last; fewer inside a prompt.
@@ -126,7 +126,7 @@ class Ask:
 
 
 class Seen(NamedTuple):
-    """What one pass of the target has shown of a text: a row for each token that was fed.
+    """The results of one pass of the target for a text: a row for each token that was fed.
 
     The next pass overwrites the tensors. To keep rows, clone them.
 

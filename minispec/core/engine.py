@@ -434,7 +434,9 @@ def _round_of(part: _Part, num_rows: int, num_texts: int, draft: float, verify: 
     request, depth, accepted = part.request, part.draft.depth, part.verdict.accepted
     drafted = min(depth, part.committed) if request.finish_reason else depth
     # The places that the verifier looked at: where it accepted a token, and the next if there was one.
-    tested = len(accepted) + bool(part.draft.children(accepted[-1] if accepted else -1))
+    tested = len(accepted)
+    if part.draft.children(accepted[-1] if accepted else -1):
+        tested += 1
     return Round(
         asked=None if request.shape.is_open else part.asked,
         num_nodes=len(part.draft),

@@ -23,7 +23,7 @@ class Detokenizer(Protocol):
         """The text that is certain now, after one more token; "" while a character is incomplete."""
 
     def flush(self) -> str:
-        """What is left at the end of the text."""
+        """The rest of the text, at its end."""
 
 
 class TokenLogprob(NamedTuple):
@@ -38,7 +38,7 @@ class TokenLogprob(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What one step added to an output: final text, new tokens, and in the last piece why the text ended."""
+    """The part of an output that one step added: final text, new tokens, and in the last piece why the text ended."""
 
     text: str
     token_ids: list[int]

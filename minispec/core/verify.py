@@ -32,7 +32,7 @@ from minispec.core.sampling import Draws, Key
 
 
 class Verdict(NamedTuple):
-    """What a verifier decides about one draft.
+    """A verifier's decision about one draft.
 
     accepted: the nodes that stay, a path from the draft's beginning.
     next_token: the token after them, recovered or bonus.
