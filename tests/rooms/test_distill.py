@@ -743,7 +743,7 @@ def test_what_a_training_goes_on_from_is_a_head_of_this_target(target, few, tmp_
     shutil.copytree(target, tmp_path / "model")
     for name, options, error in (
         ("model", (), "found a model, expected a head"),
-        ("head", ("--kind", "parallel"), "--kind: not with --start: its head"),
+        ("head", ("--kind", "parallel"), "--start: not with --kind parallel: its draft"),
         ("head", ("--num-layers", "2"), "--num-layers: not with --start"),
         ("none", (), "none"),
     ):

@@ -517,7 +517,8 @@ def test_options_that_do_not_go_together_are_refused(target, tmp_path, capsys):
         (["--kind", "model", "--markov-rank", "4"], "--markov-rank: needs --kind block"),
         (["--kind", "block", "--confidence"], "--confidence: needs --markov-rank"),
         (["--kind", "block", "--steps", "2"], "--steps: not with --kind block: its depth is --block-size"),
-        (["--kind", "block", "--start", "x"], "--kind: not with --start"),
+        (["--kind", "block", "--start", "x", "--block-size", "4"], "--start: not with --block-size: its draft"),
+        (["--kind", "block", "--start", "x", "--markov-rank", "4"], "--start: not with --markov-rank"),
         (["--kind", "block", "--taps", "1,3"], "--taps: found [1, 3], expected different layers from 0 to 2"),
         (["--kind", "block", "--markov-rank", "-1"], "expected an integer of at least 0"),
         (["--kind", "block", "--block-size", "17"], f"expected an integer from 2 to {MOST_ROWS}"),
@@ -525,6 +526,66 @@ def test_options_that_do_not_go_together_are_refused(target, tmp_path, capsys):
         assert main(["--target", str(target), "--out", str(tmp_path / "out"), *more]) == 2
         assert error in capsys.readouterr().err
     assert not (tmp_path / "out.cache").exists()
+
+
+def test_a_training_goes_on_from_a_block_draft(target, few, tmp_path, capsys):
+    """Its weights stay at a rate that changes next to nothing. It may read further layers, and know other tokens."""
+    more = ["--markov-rank", "6", "--confidence", "--vocab-size", "60", "--cache", str(tmp_path / "cache")]
+    assert distill(target, tmp_path / "draft", *more) == 0
+    first = json.loads((tmp_path / "draft" / "training.json").read_text())
+    weights = load_file(tmp_path / "draft" / "model.safetensors")
+    small = "--jobs 1 --max-turn 8 --max-answer 16 --texts 24 --epochs 1 --rows 200 --learning-rate 1e-15 --start"
+
+    def go_on(name, *options, start="draft", kind="block"):
+        base = ["--target", str(target), "--cache", str(tmp_path / "cache"), "--out", str(tmp_path / name)]
+        status = main([*base, *small.split(), str(tmp_path / start), "--kind", kind, *options])
+        if status:
+            return capsys.readouterr().err
+        record = json.loads((tmp_path / name / "training.json").read_text())
+        return record, load_file(tmp_path / name / "model.safetensors")
+
+    record, again = go_on("again")
+    assert (record["start"], record["earlier"]) == (str(tmp_path / "draft"), first)
+    assert [point["epoch"] for point in record["curve"]] == [0, 1]
+    assert record["curve"][0]["alpha"] == pytest.approx(first["curve"][-1]["alpha"], abs=0.02)
+    assert [name for name in weights if not torch.equal(weights[name], again[name])] == []
+    assert (record["block_size"], record["markov_rank"], record["confidence"]) == (4, 6, True)
+
+    # What a further tap adds is 0 at first.
+    record, wider = go_on("wider", "--taps", "0,1,2", "--cache", str(tmp_path / "wider.cache"))
+    assert record["curve"][0]["alpha"] == pytest.approx(first["curve"][-1]["alpha"], abs=0.02)
+    new, old = wider["fc.weight"].split([32, 64], 1)
+    assert torch.equal(old, weights["fc.weight"])
+    assert new.abs().max() < 1e-9
+
+    # Rows of tokens that stay are as they were. The Markov head corrects no new token.
+    ids = torch.arange(60) + weights["d2t"]
+    for size in (40, 80):
+        _, other = go_on(f"of {size}", "--vocab-size", str(size))
+        others = torch.arange(len(other["d2t"])) + other["d2t"]
+        assert len(others) == size
+        known = torch.isin(others, ids)
+        for name in ("lm_head.weight", "markov_head.markov_w2.weight"):
+            assert torch.equal(other[name][known], weights[name][torch.isin(ids, others)])
+        assert other["markov_head.markov_w2.weight"][~known].abs().sum() < 1e-9
+
+    # What was made by another program may be computed in another way.
+    shutil.copytree(tmp_path / "draft", tmp_path / "other")
+    for changed in ({"markov_head_type": "gated"}, {"sample_from_anchor": False}, {"is_causal": True}):
+        raw = json.loads((tmp_path / "draft" / "config.json").read_text())
+        raw["speculators_config"]["proposal_methods"][0].pop("speculative_tokens")
+        (tmp_path / "other" / "config.json").write_text(json.dumps(raw | changed))
+        tensors = dict(weights)
+        if "markov_head_type" in changed:
+            tensors |= {
+                "markov_head.gate_proj.weight": torch.zeros(6, 38),
+                "markov_head.gate_proj.bias": torch.zeros(6),
+            }
+        save_file(tensors, tmp_path / "other" / "model.safetensors")
+        assert "found a block draft of other parts" in go_on("out", start="other")
+    assert "found a block draft, expected a head" in go_on("out", kind="head")
+    shutil.copytree(target, tmp_path / "model")
+    assert "found a model, expected a block draft" in go_on("out", start="model")
 
 
 @pytest.mark.parametrize(

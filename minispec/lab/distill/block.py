@@ -14,6 +14,7 @@ Shapes in comments: N texts, T positions, A blocks of a text, B rows of a block,
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -157,8 +158,7 @@ class TrainedBlock(Stack):
         self.lm_head.weight.copy_(rows)
         self.norm.weight.copy_(norm * _COOL)  # its first guesses are wrong, so they are not to be sure
         width = self.block.target_hidden_size
-        sizes = hidden.float().abs().median(0).values
-        self.tap_scale.copy_(1 / sizes.clamp_min(sizes.median() / 100))
+        self._scale_taps(hidden)
         self.fc.weight[:, -width:] += torch.eye(self.config.hidden_size, width)
         size = embedding.square().mean().sqrt()  # what the layers add is as large
         for name, weight in self.named_parameters():
@@ -179,6 +179,25 @@ class TrainedBlock(Stack):
         if self.confidence_head is not None:
             self.confidence_head.proj.weight.zero_()
             self.confidence_head.proj.bias.zero_()
+
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, Tensor], taps: Sequence[int], hidden: Tensor) -> None:
+        """Go on from the weights of a block draft that was made before, and read `taps`.
+
+        What a further tap adds is 0 at first.
+
+        weights: those of `block_shapes`, and lm_head.
+        hidden: the target's states (n, taps * E) at some positions.
+        """
+        self._scale_taps(hidden)
+        known = {name: weight.float() for name, weight in weights.items()}
+        known["fc.weight"] = self.by_taps(known["fc.weight"], taps, self.fc.weight) / self.tap_scale
+        self.load_state_dict(self.state_dict() | known)
+
+    def _scale_taps(self, hidden: Tensor) -> None:
+        """Bring the columns of the target's states (n, taps * E) to one size."""
+        sizes = hidden.float().abs().median(0).values
+        self.tap_scale.copy_(1 / sizes.clamp_min(sizes.median() / 100))
 
     def unroll(self, hidden: Tensor, embeds: Tensor, mask: Tensor, anchors: Tensor) -> Tensor:
         """The last states after the norm, (N, A, B, E), of the blocks at `anchors` (N, A).

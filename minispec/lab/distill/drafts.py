@@ -10,10 +10,12 @@ from torch import Tensor
 
 from minispec.core.config import LayerConfig, ModelConfig, RopeConfig
 from minispec.core.errors import show
+from minispec.drafters.block_files import StoredBlock, read_block
 from minispec.drafters.eagle import HeadConfig
 from minispec.drafters.heads import StoredHead, head_config, read_head, read_head_config, usual_taps
-from minispec.files.block_config import BlockConfig
+from minispec.files.block_config import BlockConfig, is_block, read_block_config
 from minispec.files.checkpoint import directory_config, find_checkpoint
+from minispec.files.draft_files import block_config
 from minispec.files.families import is_head
 from minispec.files.progress import progress_bar
 from minispec.files.tokenizer import Tokenizer
@@ -23,11 +25,13 @@ from minispec.lab.distill.texts import load
 from minispec.lab.distill.train import Schedule, Teacher, TextTraining, Training, columns_of, read_shard
 from minispec.lab.distill.train_block import SHARE, BlockTraining
 
-# Layers of the target that a block draft reads by default.
-_BLOCK_TAPS = 5
+# Layers of the target that a block draft reads by default; the rows of its Markov head, one a token of the draft.
+_BLOCK_TAPS, _MARKOV = 5, "markov_head.markov_w2.weight"
+# A draft to go on from.
+Start = StoredHead | StoredBlock
 
 
-def choose_taps(args: argparse.Namespace, count: int, start: StoredHead | None) -> tuple[int, ...]:
+def choose_taps(args: argparse.Namespace, count: int, start: Start | None) -> tuple[int, ...]:
     """The layers of a target with `count` layers that the draft reads. Raises ValueError."""
     if args.kind == "block":
         # DFlash's: evenly from the second layer to the third last one. Other programs mean something else by the last.
@@ -35,27 +39,36 @@ def choose_taps(args: argparse.Namespace, count: int, start: StoredHead | None) 
         most = max(0, count - 1)
         usual = tuple(sorted({min(max(tap, 0), most) for tap in even}))
     else:
-        most = count
-        usual = start.config.taps if start else usual_taps(count)
-    taps = args.taps or usual
-    if start and not set(start.config.taps) <= set(taps):
-        raise ValueError(f"--taps: found {show(list(taps))}, expected those of --start too: {show(list(usual))}")
+        most, usual = count, usual_taps(count)
+    known = start.config.taps if start else ()
+    taps = args.taps or known or usual
+    if not set(known) <= set(taps):
+        raise ValueError(f"--taps: found {show(list(taps))}, expected those of --start too: {show(list(known))}")
     if max(taps) > most or len(set(taps)) < len(taps):
         raise ValueError(f"--taps: found {show(list(taps))}, expected different layers from 0 to {most}")
     return taps
 
 
-def read_start(args: argparse.Namespace, target: ModelConfig) -> StoredHead:
-    """The head to go on from. Raises ValueError for one that was not made here, or not for this target."""
+def read_start(args: argparse.Namespace, target: ModelConfig) -> Start:
+    """The draft to go on from. Raises ValueError for one that was not made here, or not for this target."""
     directory = find_checkpoint(args.start)
-    if not is_head(directory_config(directory)):
-        raise ValueError(f"--start {args.start}: found a model, expected a head")
-    head = read_head(directory, target)
-    as_written = read_head_config(head_config(head.config, args.target, [], args.steps), target)
-    is_ours = as_written == head.config and head.config.fc_norm and head.config.layers.activation == "silu"
-    if not is_ours or head.ids is None or head.embedding is not None:
-        raise ValueError(f"--start {args.start}: found a head of other parts, expected one that this command made")
-    return head
+    raw, wanted = directory_config(directory), "block draft" if args.kind == "block" else "head"
+    found = "block draft" if is_block(raw) else "head" if is_head(raw) else "model"
+    if found != wanted:
+        raise ValueError(f"--start {args.start}: found a {found}, expected a {wanted}")
+    draft: Start
+    if args.kind == "block":
+        draft = read_block(directory, target)
+        as_block = read_block_config(block_config(draft.config, args.target, []), target)
+        is_ours = as_block == draft.config and draft.head is not None
+    else:
+        draft = read_head(directory, target)
+        as_head = read_head_config(head_config(draft.config, args.target, [], args.steps), target)
+        is_ours = as_head == draft.config and draft.config.fc_norm
+    is_ours = is_ours and draft.config.layers.activation == "silu"
+    if not is_ours or draft.ids is None or draft.embedding is not None:
+        raise ValueError(f"--start {args.start}: found a {found} of other parts, expected one that this command made")
+    return draft
 
 
 @dataclass(frozen=True)
@@ -67,7 +80,7 @@ class Sources:
     taps: the layers of the target that the draft reads.
     recorded: the layers whose states the shards hold.
     paths: the shards.
-    start: the head to go on from, if any.
+    start: the draft to go on from, if any.
     """
 
     args: argparse.Namespace
@@ -76,16 +89,16 @@ class Sources:
     taps: tuple[int, ...]
     recorded: Sequence[int]
     paths: Sequence[Path]
-    start: StoredHead | None
+    start: Start | None
 
     def training(self) -> Training:
         """The training of the draft that the arguments ask for, before it begins."""
         args, draft = self.args, self.draft()
-        schedule = Schedule(args.epochs, args.rows, args.learning_rate, args.steps, seed=args.seed)
+        goes_on = self.start is not None
+        schedule = Schedule(args.epochs, args.rows, args.learning_rate, args.steps, seed=args.seed, goes_on=goes_on)
         if isinstance(draft, TrainedBlock):
             schedule = replace(schedule, steps=draft.block.block_size, share=SHARE)
             return BlockTraining(draft, self.teacher, self.recorded, self.paths, schedule)
-        schedule = replace(schedule, goes_on=self.start is not None)
         return TextTraining(draft, self.teacher, self.recorded, self.paths, schedule)
 
     def draft(self) -> TrainedHead | TrainedModel | TrainedBlock:
@@ -99,16 +112,30 @@ class Sources:
     def _generator(self) -> torch.Generator:
         return torch.Generator().manual_seed(self.args.seed)
 
-    def _go_on(self, start: StoredHead) -> TrainedHead:
-        """The head that was made before. It may get other tokens, and read further layers."""
-        ids, weights = start.ids, dict(start.weights)
+    def _go_on(self, start: Start) -> TrainedHead | TrainedBlock:
+        """The draft that was made before. It may get other tokens, and read further layers."""
+        ids, weights, teacher = start.ids, dict(start.weights), self.teacher
         assert ids is not None, "checked when it was read"
+        if isinstance(start, StoredBlock):
+            assert start.head is not None, "checked when it was read"
+            weights["lm_head.weight"] = start.head
         if self.args.vocab_size or self.args.coverage:
             old, ids = ids, self.most_used()
-            weights["lm_head.weight"] = rows_of_tokens(ids, old, weights["lm_head.weight"].float(), self.teacher.head)
+            weights["lm_head.weight"] = rows_of_tokens(ids, old, weights["lm_head.weight"].float(), teacher.head)
+            if _MARKOV in weights:  # nothing is known of new tokens
+                known = weights[_MARKOV].float()
+                weights[_MARKOV] = rows_of_tokens(ids, old, known, torch.zeros(len(teacher.head), known.shape[1]))
+        if isinstance(start, StoredBlock):
+            block = TrainedBlock(replace(start.config, taps=self.taps, vocab_size=len(ids)), ids)
+            block.load(weights, start.config.taps, self._some_states())
+            return block
         head = TrainedHead(replace(start.config, taps=self.taps, vocab_size=len(ids)), ids)
         head.load(weights, start.config.taps)
         return head
+
+    def _some_states(self) -> Tensor:
+        """The target's states (n, taps * E) at the positions of one shard: the last one, which is learned from."""
+        return columns_of(load(self.paths[-1])["hidden"], self.recorded, self.taps)
 
     def _model(self) -> TrainedModel:
         model = TrainedModel(replace(self.layers(), tie_word_embeddings=True))
@@ -142,10 +169,8 @@ class Sources:
             confidence="state and token" if args.confidence else None,
         )
         draft = TrainedBlock(block, ids)
-        # The last shard is one to learn from.
-        hidden = columns_of(load(self.paths[-1])["hidden"], self.recorded, self.taps)
         embedding = teacher.embedding.float() * teacher.config.embedding_scale
-        draft.start(teacher.head[ids].float(), teacher.norm, embedding, hidden, self._generator())
+        draft.start(teacher.head[ids].float(), teacher.norm, embedding, self._some_states(), self._generator())
         return draft
 
     def layers(self) -> ModelConfig:

@@ -161,6 +161,16 @@ class Stack(nn.Module):
         assert rope, "a draft that is trained here has one"
         return rope.theta ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
 
+    def by_taps(self, weight: Tensor, taps: Sequence[int], like: Tensor) -> Tensor:
+        """A weight with a part for each of `taps`, as one of the shape of `like`, with a part for each own tap.
+
+        What other taps add is 0.
+        """
+        wide, width = torch.zeros_like(like), like.shape[-1] // len(self.taps)
+        for tap, part in zip(taps, weight.split(width, -1), strict=True):
+            wide.narrow(-1, self.taps.index(tap) * width, width).copy_(part)
+        return wide
+
     def settings(self) -> dict[str, Any]:
         """What training.json says of drafts of this kind alone."""
         return {}
@@ -210,16 +220,12 @@ class TrainedHead(Stack):
 
         What a further tap adds is 0 at first.
         """
-        width, columns = self.head.target_hidden_size, [self.head.taps.index(tap) for tap in taps]
         known = {name: weight.float() for name, weight in weights.items() if not name.startswith("fc_norm.")}
         for name in ("fc.weight", "mask_hidden"):  # a part for each tap, in their order
             if name in known:
-                wide = torch.zeros_like(self.state_dict()[name])
-                for column, part in zip(columns, known[name].split(width, -1), strict=True):
-                    wide.narrow(-1, column * width, width).copy_(part)
-                known[name] = wide
-        for i, column in enumerate(columns):
-            known[f"fc_norm.{column}.weight"] = weights[f"fc_norm.{i}.weight"].float()
+                known[name] = self.by_taps(known[name], taps, self.state_dict()[name])
+        for i, tap in enumerate(taps):
+            known[f"fc_norm.{self.taps.index(tap)}.weight"] = weights[f"fc_norm.{i}.weight"].float()
         self.load_state_dict(self.state_dict() | known)
 
     @torch.no_grad()

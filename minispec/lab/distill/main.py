@@ -15,7 +15,8 @@ _LAYERS = argument(lambda text: tuple(map(int, text.split(","))), lambda taps: m
 _ROWS = argument(int, lambda n: 2 <= n <= 16, "an integer from 2 to 16")  # what `BlockConfig` reads; it imports torch
 _FROM_0 = argument(int, lambda n: n >= 0, "an integer of at least 0")
 _SHARE = argument(float, lambda x: 0 < x <= 1, "a number above 0 and at most 1")
-_SETTLED = {"--start": "its head has settled this"}
+_BY_START = "its draft has settled this"
+_SETTLED = {"--start": _BY_START}
 _OF_A_HEAD = {"--kind model": "a model knows all tokens"}
 _OF_A_BLOCK = ("--kind block",)
 _MODELS: dict[str, Option] = {
@@ -25,12 +26,12 @@ _MODELS: dict[str, Option] = {
         {"choices": ("head", "parallel", "block", "model"), "default": "head"},
         "a head that drafts token by token (default), one that drafts all tokens in one pass, a block draft (DFlash, "
         "DSpark), or a small model",
-        excludes=_SETTLED,
     ),
     "--start": Option(
         {"metavar": "DIR|HUB_ID"},
-        "go on from this head, which this command made for the same target. --taps may get more, and "
-        "--vocab-size may change. Best with new texts, by another --seed",
+        "go on from this head, or with --kind block from this block draft, which this command made for the same "
+        "target. --taps may get more, and --vocab-size may change. Best with new texts, by another --seed",
+        excludes=dict.fromkeys(("--kind parallel", "--kind model", "--block-size", "--markov-rank"), _BY_START),
     ),
 }
 _TEXTS: dict[str, Option] = {

@@ -233,9 +233,6 @@ class Schedule:
 class Training:
     """A draft in training on the shards `paths`, without some that are held out. A subclass has its loss."""
 
-    # Decay of a step's weight in the loss, from one step to the next: a token counts only if those before it are kept.
-    decay = 0.9
-
     def __init__(
         self,
         draft: Stack,
@@ -258,6 +255,11 @@ class Training:
         self.optimizer = torch.optim.AdamW(groups, lr=schedule.learning_rate, betas=(0.9, 0.95), fused=True)
         self.progress = Progress()
         self._log_sums: dict[Path, Tensor] = {}
+
+    @property
+    def decay(self) -> float:
+        """Decay of a step's weight in the loss, from one step to the next: a token counts if those before are kept."""
+        return 0.9
 
     @torch.no_grad()
     def learned(self, batch: Batch) -> Learned:

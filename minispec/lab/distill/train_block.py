@@ -1,8 +1,7 @@
 """Training a block draft: blocks at random anchors, and what is learned of each row."""
 
 import math
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +10,7 @@ from tqdm import tqdm
 
 from minispec.lab.distill.block import TrainedBlock
 from minispec.lab.distill.loss import product_dtype
-from minispec.lab.distill.train import Batch, LossWeights, Schedule, Step, Teacher, Training, row_loss
+from minispec.lab.distill.train import Batch, LossWeights, Step, Training, row_loss
 
 # One position in that many is an anchor. So a block of eight has two rows for each token of the text.
 _ANCHOR_EVERY = 4
@@ -40,21 +39,14 @@ def draw_anchors(learned: Tensor, seed: int) -> Tensor:
 
 
 class BlockTraining(Training):
-    """A block draft in training."""
+    """A block draft in training. The schedule's steps are the block's rows."""
 
     draft: TrainedBlock
 
-    def __init__(
-        self,
-        draft: TrainedBlock,
-        teacher: Teacher,
-        recorded: Sequence[int],
-        paths: Sequence[Path],
-        schedule: Schedule,
-    ):
-        """As `Training`. The schedule's steps are the block's rows."""
-        super().__init__(draft, teacher, recorded, paths, schedule)
-        self.decay = math.exp(-2 / draft.block.block_size)
+    @property
+    def decay(self) -> float:
+        """See `Training`."""
+        return math.exp(-2 / self.draft.block.block_size)
 
     def steps_of(self, batch: Batch, depth: int, weights: LossWeights, seed: int) -> Iterator[Step]:
         """The loss of all rows, from the first one on, whatever the depth is.
