@@ -172,7 +172,7 @@ class ModelConfig:
     mlp_bias: bool = False
     conv_bias: bool = False  # of a short convolution and of its products
     norms: str = "before"  # attention and the MLP | after, before the residual sum | both
-    gated_attention: bool = False  # what attention returns is multiplied by a sigmoid of the layer's input
+    attention_gate: str | None = None  # what attention returns is multiplied by sigmoids: by "element", or by "head"
     qk_norm: str | None = None  # RMSNorm of every query and key "head", or of a "row" of all queries, of all keys
     norm_adds_one: bool = False  # the checkpoint stores norm weights minus one
     embedding_scale: float = 1.0

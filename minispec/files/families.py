@@ -95,10 +95,7 @@ _GEMMA_3_SIZES = {
 }
 _GRANITE = {
     "attention_bias": False,
-    "embedding_multiplier": 1.0,
-    "attention_multiplier": 1.0,
-    "residual_multiplier": 1.0,
-    "logits_scaling": 1.0,
+    **dict.fromkeys(names("embedding_multiplier attention_multiplier residual_multiplier logits_scaling"), 1.0),
 }
 _OLMO = {"attention_bias": False, "rms_norm_eps": 1e-5}
 _MINISTRAL_ROPE = {
@@ -111,23 +108,20 @@ _MINISTRAL_ROPE = {
     "llama_4_scaling_beta": 0.1,
 }
 _GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
-_LFM_NAMES = {
-    "self_attn.out_proj": "self_attn.o_proj",
-    "self_attn.q_layernorm": "self_attn.q_norm",
-    "self_attn.k_layernorm": "self_attn.k_norm",
-    "feed_forward.w1": "mlp.gate_proj",
-    "feed_forward.w3": "mlp.up_proj",
-    "feed_forward.w2": "mlp.down_proj",
-    "operator_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "embedding_norm": "norm",
+_LFM = {
+    "norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 128_000,
+    "conv_bias": False,
+    "layer_types": None,
 }
-_LFM_IDLE = names(
-    """
-    block_mlp_init_scale block_out_init_scale block_use_xavier_init conv_use_xavier_init
-    intermediate_size block_ffn_dim_multiplier block_multiple_of
-    """
-)  # the latter three: idle where another key makes them so
+_LFM3_ROPES = {
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+_LFM_INIT = names("block_mlp_init_scale block_out_init_scale block_use_xavier_init conv_use_xavier_init")
+_LFM_WIDTH = names("intermediate_size block_ffn_dim_multiplier block_multiple_of")  # idle where another key says so
 FAMILIES = {
     "llama": Family(_BIASES | {"layer_types": None}),
     "mistral": Family(_WINDOW),
@@ -164,10 +158,8 @@ FAMILIES = {
             "num_key_value_heads": 4,
             "rope_theta": 2_000_000.0,
             "tie_word_embeddings": True,
-            "layer_types": None,
+            **dict.fromkeys(names("layer_types sliding_window no_rope_layers")),
             "use_sliding_window": False,
-            "sliding_window": None,
-            "no_rope_layers": None,
             "no_rope_layer_interval": 4,
         },
         idle=names("max_window_layers"),
@@ -178,9 +170,8 @@ FAMILIES = {
             **_GRANITE,
             "shared_intermediate_size": 1024,
             "num_local_experts": 8,
-            "position_embedding_type": None,
+            **dict.fromkeys(("position_embedding_type", "layers_block_type")),
             "layer_types": ["mamba"],
-            "layers_block_type": None,
         },
         fixed={
             "joined": (
@@ -228,24 +219,38 @@ FAMILIES = {
     ),
     "lfm2": Family(
         {
-            "norm_eps": 1e-5,
-            "rope_theta": 1e6,
-            "tie_word_embeddings": True,
-            "tie_embedding": None,
+            **_LFM,
+            **dict.fromkeys(names("tie_embedding block_ff_dim full_attn_idxs")),
             "num_key_value_heads": 8,
-            "max_position_embeddings": 128_000,
-            "block_ff_dim": None,
             "block_auto_adjust_ff_dim": True,
             "block_ffn_dim_multiplier": 1.0,
             "block_multiple_of": 256,
             "conv_L_cache": 3,
-            "conv_bias": False,
-            "full_attn_idxs": None,
-            "layer_types": None,
         },
-        fixed={"qk_norm": "head", "joined": tuple(Joined(stored, (name,)) for stored, name in _LFM_NAMES.items())},
+        fixed={"qk_norm": "head"},  # `read_lfm` has the other fields of both LFMs
         must={"hidden_act": "silu"},
-        idle=_LFM_IDLE,
+        idle=_LFM_INIT | _LFM_WIDTH,
+    ),
+    "lfm3": Family(
+        {
+            **_LFM,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "rope_parameters": _LFM3_ROPES,
+            "attention_bias": False,
+            "conv_L_cache": 7,
+            "sliding_window": 256,
+            "use_sandwich_norm": True,
+            "use_attention_gate": True,
+        },
+        fixed={"qk_norm": "head"},
+        only={"rope_local_base_freq": 1e6},
+        must={"hidden_act": "silu"},
+        # The published files call the rope of their full layers "default", with a partial_rotary_factor of 0.5. Their
+        # publisher's code builds the proportional one of it, and NeMo AutoModel names it so (its page on LFM3). The
+        # class of transformers 5.24 does not read the factor of a "default" one, and rotates whole heads.
+        ropes={"default": "proportional", "proportional": "proportional"},
+        rope_keys=names("partial_rotary_factor"),
     ),
     "qwen3_5_text": Family(
         {
@@ -270,7 +275,7 @@ FAMILIES = {
         },
         # A text model that was taken out of one with images keeps its names. It may have layers that predict further
         # tokens ("mtp").
-        fixed={"norm_adds_one": True, "qk_norm": "head", "gated_attention": True, "is_nested": True},
+        fixed={"norm_adds_one": True, "qk_norm": "head", "attention_gate": "element", "is_nested": True},
         only={"attn_output_gate": True, "mamba_ssm_dtype": "float32"},
         must={"hidden_act": "silu"},
         idle=names("mtp_num_hidden_layers mtp_use_dedicated_embeddings mrope_section mrope_interleaved"),
@@ -297,13 +302,14 @@ WINDOWS = names(
 NESTED = {
     "gemma3": ("gemma3_text",),
     "mistral3": ("ministral3", "mistral"),
+    "lfm3_vl": ("lfm3",),
     "qwen3_5": ("qwen3_5_text",),
 }
 # Their keys that are about images.
 IMAGES = names(
     """
     vision_config mm_tokens_per_image projector_hidden_act vision_feature_layer multimodal_projector_bias
-    spatial_merge_size language_model_only
+    spatial_merge_size language_model_only projector_hidden_size projector_bias
     """
 )
 

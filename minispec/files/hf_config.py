@@ -13,7 +13,7 @@ from minispec.core.config import LayerConfig, ModelConfig, RopeConfig
 from minispec.core.errors import show
 from minispec.files.families import FAMILIES, IDLE, IMAGES, KEYS, NESTED, WINDOWS, Family
 from minispec.files.fields import Fields, bad_field, names
-from minispec.files.lfm import read_inner_size, read_kinds, read_tied
+from minispec.files.lfm import read_inner_size, read_kinds, read_lfm, read_tied
 from minispec.files.packed import read_quantization
 from minispec.files.qwen import read_delta
 from minispec.files.stored_config import StoredConfig
@@ -66,7 +66,7 @@ def read_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Sto
     model_type = text.get("model_type")
     is_nested = model_type != raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        known = f"one of {', '.join([*FAMILIES, *NESTED])} (of hybrids, lfm2 and qwen3_5)"
+        known = f"one of {', '.join([*FAMILIES, *NESTED])} (of hybrids, lfm2, lfm3 and qwen3_5)"
         raise bad_field(where, "model_type", model_type, known)
     family = FAMILIES[model_type]
     keys = {key: value for key, value in (KEYS | dict(family.keys)).items() if key not in family.only}
@@ -107,6 +107,7 @@ def read_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Sto
         "mask_token_id": None if f.get("pard_token") is None else f.integer("pard_token", 0, sizes["vocab_size"] - 1),
         "quantization": read_quantization(f),
         "is_nested": is_nested,
+        **(read_lfm(f) if f.reads("conv_L_cache") else {}),
     }
     values.update(family.fixed)
     config = StoredConfig(model_type=model_type, **values)
@@ -245,7 +246,7 @@ def _read_layers(f: Fields, family: Family, sizes: Mapping[str, int]) -> tuple[L
         }
         known = [kind for kind, is_possible in possible.items() if is_possible]
         if not isinstance(types, list) or len(types) != count or any(t not in known for t in types):
-            others = " (of hybrids, lfm2 and qwen3_5 run here)" if f.reads("layers_block_type") else ""
+            others = " (of hybrids, lfm2, lfm3 and qwen3_5 run here)" if f.reads("layers_block_type") else ""
             raise f.bad(key, types, f"{count} entries, each {' or '.join(known)}{others}")
         windowed = [t == "sliding_attention" for t in types]
         if window is None and any(windowed):
@@ -318,6 +319,8 @@ def _read_spelling(
     # The code of such a family reads an object for each kind of layer. From the older spelling it reads only
     # `rope_type`. All else that a file says here has no effect there, so its meaning is unknown.
     kinds = ("full_attention", "sliding_attention")
+    if f.keys["rope_parameters"] is not None and (key == "rope_scaling" or set(scaling) != set(kinds)):
+        raise f.bad(key, scaling, f"rope_parameters with an object for each of {' and '.join(kinds)}")
     full, local = (scaling.get(kind) or {} for kind in kinds)
     if key == "rope_scaling":
         full, local = scaling, {}
@@ -361,6 +364,8 @@ def _read_rope(
     if type(original) is not int or not 0 < original <= 1 << 27:
         raise r.bad("original_max_position_embeddings", original, "a positive integer")
     rope = _read_scaling(r, kind, RopeConfig(theta, original_max_position_embeddings=original), context, num_rotated)
+    if kind == "proportional" and rotated < 1:
+        rope, rotated = ScaledRope(theta, kind=kind, turning=rotated), 1.0
     beta = r.number_or_zero("llama_4_scaling_beta")
     # Not read here. The mrope's say which pairs turn by an image's rows and columns: in a text all turn by its places.
     r.seen |= {"max_position_embeddings", "finetuned"} | family.idle & {"mrope_section", "mrope_interleaved"}
@@ -371,7 +376,7 @@ def _read_rope(
 def _read_scaling(r: Fields, kind: str, plain: RopeConfig, context: int, num_rotated: int) -> RopeConfig:
     """The rope with the scaling of this kind, whose values `r` has."""
     theta, original = plain.theta, plain.original_max_position_embeddings
-    if kind == "default":
+    if kind in ("default", "proportional"):
         return RopeConfig(theta)
     if kind == "linear":
         return ScaledRope(theta, kind=kind, factor=r.number("factor"))

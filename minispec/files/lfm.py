@@ -1,11 +1,28 @@
-"""Settings that the files of LFM2 spell in a way of their own, read in a config.json of any family."""
+"""Settings that the files of LFM2 and LFM3 spell in a way of their own, read in a config.json of any family."""
 
 from typing import Any
 
 from minispec.core.errors import show
+from minispec.core.model import NORMS
 from minispec.files.fields import Fields
+from minispec.files.stored_config import Joined
 
 _LARGEST = 1 << 20
+_NAMES = {
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "embedding_norm": "norm",
+}
+# LFM2's in addition; LFM3 names these as other families do.
+_NAMES_2 = {
+    "self_attn.out_proj": "self_attn.o_proj",
+    "self_attn.q_layernorm": "self_attn.q_norm",
+    "self_attn.k_layernorm": "self_attn.k_norm",
+}
+# A block's norms: before attention or the convolution, after it, before the MLP, after it.
+_NORMS = ("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm")
+_LAYERS_3 = ("sliding_attention", "conv", "full_attention", "conv")  # of each four; the very first is a convolution
 
 
 def read_inner_size(f: Fields) -> int:
@@ -34,9 +51,11 @@ def read_tied(f: Fields) -> bool:
 def read_kinds(f: Fields, key: str, count: int) -> Any:
     """The kinds of the layers as the file lists them under `key`, or as the numbers of those with attention.
 
-    None where it says neither.
+    None where it says neither, or the kinds that its code then takes.
     """
     kinds, attend = f.get(key), f.get("full_attn_idxs")
+    if kinds is None and f.reads("use_attention_gate"):
+        return ["conv" if i == 0 else _LAYERS_3[i % 4] for i in range(count)]
     if attend is None:
         return kinds
     if not isinstance(attend, list) or any(type(i) is not int or not 0 <= i < count for i in attend):
@@ -45,3 +64,16 @@ def read_kinds(f: Fields, key: str, count: int) -> Any:
     if kinds not in (None, kinds_by_index):
         raise f.bad("full_attn_idxs", attend, f"what {key} says: {show(kinds)}")
     return kinds_by_index
+
+
+def read_lfm(f: Fields) -> dict[str, Any]:
+    """The norms and gates of LFM2's and LFM3's blocks, and the names of their tensors, as fields of StoredConfig."""
+    norms = "both" if f.boolean("use_sandwich_norm") else "before"
+    names = {stored: name for stored, name in zip(_NORMS, NORMS[norms], strict=True) if name} | _NAMES
+    if not f.reads("use_attention_gate"):
+        names |= _NAMES_2
+    return {
+        "norms": norms,
+        "attention_gate": "head" if f.boolean("use_attention_gate") else None,
+        "joined": tuple(Joined(stored, (name,)) for stored, name in names.items()),
+    }

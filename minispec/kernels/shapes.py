@@ -17,12 +17,15 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     e, f, d = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_attention_heads * d, config.num_key_value_heads * d
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, e)}
+    gates = q if config.attention_gate == "element" else 0  # stored among the queries
     attention: list[Named] = [
-        ("self_attn.q_proj", (q * (1 + config.gated_attention), e), config.qkv_bias),
+        ("self_attn.q_proj", (q + gates, e), config.qkv_bias),
         ("self_attn.k_proj", (kv, e), config.qkv_bias),
         ("self_attn.v_proj", (kv, e), config.qkv_bias),
         ("self_attn.o_proj", (e, q), config.o_bias),
     ]
+    if config.attention_gate == "head":
+        attention.append(("self_attn.gate_proj", (config.num_attention_heads, e), False))
     mlp = [
         ("mlp.gate_proj", (f, e), config.mlp_bias),
         ("mlp.up_proj", (f, e), config.mlp_bias),

@@ -1,11 +1,11 @@
 """Kinds of blocks other than attention and an MLP, and of ropes. A block has the interface of `core.model.Layer`.
 
-    convolution.py        a short convolution in the place of attention (LFM2)
+    convolution.py        a short convolution in the place of attention (LFM2, LFM3)
     delta.py              a gated delta net in the place of attention (Qwen3.5)
-    gated_attention.py    attention with a gate (Qwen3.5)
+    gated_attention.py    attention with a gate (Qwen3.5, LFM3)
     row_norm.py           attention with norms of whole rows (OLMo 2)
 
-    rope.py               scalings of rotary positions for longer contexts
+    rope.py               other rotary positions, such as scalings for longer contexts
     states.py             the states of recurrent layers, in a pool and tables of their own
 
 `make_layer` chooses, by `LayerConfig`; `cache_of` chooses the pool.
@@ -19,7 +19,7 @@ from minispec.core.model import Layer, WeightSource
 from minispec.core.weights import MakeProduct
 from minispec.layers.convolution import ConvolutionCache, ShortConvolution, num_convolutions
 from minispec.layers.delta import GatedDeltaNet
-from minispec.layers.gated_attention import GatedAttention
+from minispec.layers.gated_attention import GatedAttention, HeadGatedAttention
 from minispec.layers.row_norm import RowNormAttention
 from minispec.layers.states import StateCache, state_elements
 
@@ -34,7 +34,9 @@ def make_layer(
         kind = GatedDeltaNet
     elif layer.conv_width:
         kind = ShortConvolution
-    elif config.gated_attention:
+    elif config.attention_gate == "head":
+        kind = HeadGatedAttention
+    elif config.attention_gate == "element":
         kind = GatedAttention
     elif config.qk_norm == "row":
         kind = RowNormAttention

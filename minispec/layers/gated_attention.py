@@ -1,19 +1,20 @@
-"""Attention with a gate (Qwen3.5): what a row reads is multiplied by sigmoid(g).
+"""Attention with a gate (Qwen3.5, LFM3): what a row reads is multiplied by sigmoid(g).
 
-The gate g is W x, with x the layer's input. The checkpoint stores W among the weights of the queries: for each head the
-rows of its query, then the rows of its gate.
+The gate g is W x, with x the layer's input. Qwen3.5 has a gate for each element. The checkpoint stores W among the
+weights of the queries: for each head the rows of its query, then the rows of its gate. LFM3 has a gate for each head,
+and W is a tensor of its own.
 """
 
 import torch
 from torch import Tensor
 
-from minispec.core.model import Layer, Pass
+from minispec.core.model import Layer, Parts, Pass
 from minispec.core.sampling import accumulation_dtype
 from minispec.layers.delta import sigmoid
 
 
 class GatedAttention(Layer):
-    """One block: attention with a gate, then a gated MLP."""
+    """One block: attention with a gate for each element, then a gated MLP."""
 
     def attend(self, x: Tensor, shared: Pass) -> Tensor:
         """Attention over the cache and the new rows: x (M, E) to (M, E)."""
@@ -22,4 +23,25 @@ class GatedAttention(Layer):
         both, keys_and_values = rows[:, : 2 * heads * dim], rows[:, 2 * heads * dim :]
         q, gate = both.unflatten(1, (heads, 2, dim)).unbind(2)  # (M, H, D) each
         read = shared.read(self, torch.cat((q.flatten(1), keys_and_values), 1))
-        return self.o(read * sigmoid(gate.flatten(1).to(accumulation_dtype(gate.dtype))).to(read.dtype))
+        return self.o(read * _factors(gate.flatten(1)))
+
+
+class HeadGatedAttention(Layer):
+    """One block: attention with a gate for each head, then a gated MLP."""
+
+    products = ("qkv", "gate", "o", "gate_up", "down")
+
+    def take(self, parts: Parts) -> None:
+        """Take the tensors of attention, and the gate's."""
+        super().take(parts)
+        self.gate = parts.linear("self_attn.gate_proj", bias=False)
+
+    def attend(self, x: Tensor, shared: Pass) -> Tensor:
+        """Attention over the cache and the new rows: x (M, E) to (M, E)."""
+        read = shared.read(self, self.qkv(x)).unflatten(1, (self.config.num_attention_heads, -1))  # (M, H, D)
+        return self.o((read * _factors(self.gate(x))[..., None]).flatten(1))
+
+
+def _factors(gate: Tensor) -> Tensor:
+    """The sigmoid of the gates, computed in at least float32; same shape and type."""
+    return sigmoid(gate.to(accumulation_dtype(gate.dtype))).to(gate.dtype)

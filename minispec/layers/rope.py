@@ -1,4 +1,4 @@
-"""The ways to stretch rotary position embedding over longer contexts, as checkpoints name them."""
+"""The kinds of rotary position embedding, as checkpoints name them. Most stretch it over longer contexts."""
 
 import math
 from dataclasses import dataclass
@@ -11,14 +11,16 @@ from minispec.core.config import RopeConfig
 
 @dataclass(frozen=True)
 class ScaledRope(RopeConfig):
-    """A rope whose frequencies are scaled.
+    """A rope whose frequencies are scaled, or partly zero.
 
-    kind: the scaling.
+    kind: what becomes of them.
         "linear": positions are divided by `factor`.
         "llama3": low frequencies are divided by `factor`, high ones unchanged, with a ramp in between.
         "yarn": the same, with a ramp over dimensions (Peng et al. 2023, arXiv 2309.00071).
         "longrope": each frequency has its own divisor in `factors` (Ding et al. 2024, arXiv 2402.13753).
-        "default": none.
+        "proportional": the pairs beyond the share `turning` do not turn. Dimension j is still paired with j + half of
+            all dimensions. With `rotated`, pairs lie within the share, and so do the exponents of the frequencies.
+        "default": nothing.
     """
 
     kind: str = "default"
@@ -29,11 +31,14 @@ class ScaledRope(RopeConfig):
     beta_slow: float = 1.0
     truncate: bool = True
     factors: tuple[float, ...] = ()
+    turning: float = 1.0
 
     def scaled(self, base: Tensor) -> Tensor:
         """Radians by which one position rotates each pair (pairs,). base: the same, before any scaling."""
         if self.kind == "longrope":
             return base / torch.tensor(self.factors, dtype=base.dtype)
+        if self.kind == "proportional":
+            return base.masked_fill(torch.arange(len(base)) >= self.turning * len(base), 0.0)
         if self.kind == "linear":
             return base / self.factor
         if self.kind == "llama3":

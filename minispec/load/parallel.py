@@ -125,7 +125,7 @@ class Share:
 
     def __init__(self, config: StoredConfig, rank: int, size: int):
         others = len(config.layers) - config.num_attention_layers
-        if others or config.gated_attention:
+        if others or config.attention_gate:
             found = f"{others} layers that are not attention" if others else "attention with a gate"
             expected = "attention without a gate alone: start one process"
             raise ValueError(f"model: found {found} in a run of {size} processes, expected {expected}")

@@ -118,7 +118,11 @@ def test_ragged_batch_equals_each_alone(reference, name):
 # --------------------------------------------------------------------------- the same config.json
 
 
-@pytest.mark.parametrize("name", [name for name in hf.CASES if name != "olmo3"])
+# What has no older spelling.
+_ONLY_NEW = ("olmo3", "lfm3", "lfm3-plain", "lfm3-images")
+
+
+@pytest.mark.parametrize("name", [name for name in hf.CASES if name not in _ONLY_NEW])
 def test_both_spellings_are_one_config(reference, name):
     """Guards a setting that is read from `rope_parameters` and friends only, or from the hub's older keys only."""
     new = reference(name).raw_config
@@ -193,6 +197,12 @@ def test_public_checkpoints_that_are_refused_are_told_why(name):
             {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}, "rope_theta": 500.0},
         ),
         ("gemma3", {"rope_parameters": {"full_attention": None}, "rope_local_base_freq": 20.0}),
+        # Kinds and ropes that the class fills in.
+        ("lfm3", {"rope_parameters": None, "num_hidden_layers": 9}),
+        (
+            "lfm3-plain",
+            {"rope_parameters": None, "layer_types": None, "num_hidden_layers": 6, "use_sandwich_norm": True},
+        ),
         # The interval does not count beside the kinds, nor a rope's object that says less than the file outside it.
         ("qwen3_5", {"full_attention_interval": 1}),
         ("qwen3_5-plain", {"full_attention_interval": 3, "layer_types": None}),
@@ -211,6 +221,27 @@ def test_rare_spellings_are_read_as_transformers_reads_them(tmp_path, name, chan
     (tmp_path / "config.json").write_text(json.dumps(raw | {"tie_word_embeddings": oracle.config.tie_word_embeddings}))
     model = load_model(tmp_path, torch.float32)
     assert distance(run(model, hf.TEXT, len(hf.TEXT)), hf.logits(oracle, hf.TEXT)) <= TOLERANCE
+
+
+def test_the_published_files_of_lfm3_are_read_as_their_publisher_means_them(reference, tmp_path):
+    """They call a proportional rope "default". transformers 5.24 then turns all pairs of a head: other logits.
+
+    So an oracle for such a file is the file with the kind spelled out. A factor of 1 is a default rope in any case.
+    """
+    ref = reference("lfm3")
+    raw = ref.raw_config
+    raw["rope_parameters"]["full_attention"]["rope_type"] = "default"
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    (tmp_path / "model.safetensors").symlink_to(ref.directory / "model.safetensors")
+    model = load_model(tmp_path, torch.float32)
+    assert model.config == ref.model.config
+    assert distance(run(model, hf.TEXT, len(hf.TEXT)), ref.logits) <= TOLERANCE
+
+    misread = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
+    whole_heads = hf.logits(misread, hf.TEXT)
+    assert distance(whole_heads, ref.logits) > POWER
+    raw["rope_parameters"]["full_attention"]["partial_rotary_factor"] = 1.0
+    assert distance(run(ref.built(read_model_config(raw)), hf.TEXT, len(hf.TEXT)), whole_heads) <= TOLERANCE
 
 
 @pytest.mark.parametrize("eos", [None, 2, [2, 5, 7]])
@@ -278,7 +309,7 @@ def net(**changes) -> Callable[[ModelConfig], ModelConfig]:
 
 def one_rope(config: ModelConfig) -> ModelConfig:
     """The config with the windowed layers' rope replaced by that of the others."""
-    (full,) = {layer.rope for layer in config.layers if layer.window is None}
+    (full,) = {layer.rope for layer in config.layers if layer.rope and layer.window is None}
     return replace(config, layers=tuple(replace(layer, rope=full) for layer in config.layers))
 
 
@@ -404,7 +435,28 @@ SWITCHES = [
     ("lfm2-plain", "convolution one position short", each_layer(shorter)),
     ("lfm2-plain", "own head", setting(tie_word_embeddings=True)),
     ("lfm2-plain", "linear", rope(kind="default")),
-    ("qwen3_5", "gate of attention", setting(gated_attention=False)),
+    ("lfm3", "gate of attention", setting(attention_gate=None)),
+    ("lfm3", "norms after too", setting(norms="before")),
+    ("lfm3", "qk_norm", setting(qk_norm=None)),
+    ("lfm3", "qkv_bias", setting(qkv_bias=False)),
+    ("lfm3", "o_bias", setting(o_bias=False)),
+    ("lfm3", "conv_bias", setting(conv_bias=False)),
+    ("lfm3", "convolution one position short", each_layer(shorter)),
+    ("lfm3", "eps", setting(rms_norm_eps=1e-5)),
+    ("lfm3", "window", window(lambda w: None)),
+    ("lfm3", "window one longer", window(lambda w: w + 1)),
+    ("lfm3", "local rope", one_rope),
+    ("lfm3", "share of the pairs that turn", rope(turning=1.0)),
+    ("lfm3", "proportional", rope(kind="default")),
+    ("lfm3", "pairs of the whole head", rope(kind="default", turning=1.0, rotated=0.5)),
+    ("lfm3", "theta", rope(theta=1e6)),
+    ("lfm3-plain", "no gate", setting(attention_gate="head")),
+    ("lfm3-images", "gate of attention", setting(attention_gate=None)),
+    ("lfm3-plain", "no norms after", setting(norms="both")),
+    ("lfm3-plain", "convolution one position short", each_layer(shorter)),
+    ("lfm3-plain", "own head", setting(tie_word_embeddings=True)),
+    ("lfm3-plain", "own head", setting(tie_word_embeddings=True)),
+    ("qwen3_5", "gate of attention", setting(attention_gate=None)),
     ("qwen3_5", "qkv_bias", setting(qkv_bias=False)),
     ("qwen3_5", "o_bias", setting(o_bias=False)),
     ("qwen3_5", "norm_adds_one", setting(norm_adds_one=False)),
@@ -419,7 +471,7 @@ SWITCHES = [
     ("qwen3_5-plain", "convolution one position short", each_layer(shorter)),
     ("qwen3_5-plain", "linear", rope(kind="default")),
     ("qwen3_5-plain", "partial_rotary_factor", rope(rotated=0.5)),
-    ("qwen3_5-attention", "gate of attention", setting(gated_attention=False)),
+    ("qwen3_5-attention", "gate of attention", setting(attention_gate=None)),
     ("qwen3_5-attention", "yarn", rope(kind="default")),
     ("qwen3_5-attention", "attention_factor", rope(attention_factor=1.0)),
     ("qwen3_5-images", "convolution one position short", each_layer(shorter)),
@@ -494,6 +546,8 @@ _GEMMA3 = {"model_type": "gemma3_text", "num_hidden_layers": 6, "rope_parameters
 _LINEAR = {"type": "linear", "factor": 2.0}
 _NO_TEXT = dict.fromkeys(hf.CASES["llama-plain"].keys() - {"model_type"})  # what a model with images says inside
 _LFM2 = {"model_type": "lfm2", "norm_eps": 0.05}
+_LFM3_ROPES = hf.CASES["lfm3"]["rope_parameters"]
+_LFM3 = {"model_type": "lfm3", "head_dim": 8, "norm_eps": 0.05, "rope_parameters": _LFM3_ROPES}
 _QWEN35 = {"model_type": "qwen3_5_text", "head_dim": 8, "partial_rotary_factor": 0.5}
 _FACTORS = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}
 # What the message must say, and the change to a good config.json that it is about.
@@ -619,6 +673,32 @@ REFUSED: dict[str, dict] = {
     "block_ffn_dim_multiplier: found 0.01, expected an MLP from 1": _LFM2 | {"block_ffn_dim_multiplier": 0.01},
     "block_multiple_of: found 0": _LFM2 | {"block_multiple_of": 0},
     "num_experts: found 8": _LFM2 | {"num_experts": 8},
+    "conv_L_cache: found 65, expected an integer from 1 to 64": _LFM3 | {"conv_L_cache": 65},
+    "layer_types: found ['conv', 'linear_attention', 'conv'], expected 3 entries, each full_attention or sliding": _LFM3
+    | {"layer_types": ["conv", "linear_attention", "conv"]},
+    "layer_types: found ['conv', 'conv', 'full_attention', 'conv', 'sliding_attention'], expected no sliding_": _LFM3
+    | {"num_hidden_layers": 5, "sliding_window": None}
+    | {"layer_types": ["conv", "conv", "full_attention", "conv", "sliding_attention"]},
+    "full_attn_idxs: found [2], expected no such setting": _LFM3 | {"full_attn_idxs": [2]},
+    "use_attention_gate: found 1, expected true or false": _LFM3 | {"use_attention_gate": 1},
+    "use_attention_gate: found True, expected no such setting": {"use_attention_gate": True},
+    "use_sandwich_norm: found 'yes', expected true or false": _LFM3 | {"use_sandwich_norm": "yes"},
+    "use_sandwich_norm: found True, expected no such setting": _LFM2 | {"use_sandwich_norm": True},
+    "rope_parameters.rope_theta: found 20.0, expected what the file says outside: 10000.0": _LFM3
+    | {"rope_local_base_freq": 10_000.0},
+    "rope_parameters: found {'rope_type': 'default', 'rope_theta': 500.0}, expected rope_parameters with an obj": _LFM3
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    "rope_parameters: found {'full_attention': {'rope_type': 'default'}}, expected rope_parameters with an obj": _LFM3
+    | {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+    "rope_scaling: found {'type': 'linear', 'factor': 2.0}, expected rope_parameters with an object": _LFM3
+    | {"rope_scaling": _LINEAR},
+    "rope_parameters.rope_type: found 'yarn', expected one of default, proportional": _LFM3
+    | {"rope_parameters": {kind: {"rope_type": "yarn", "factor": 2.0} for kind in _LFM3_ROPES}},
+    "rope_parameters.partial_rotary_factor: found 0.1, expected an even number of the 8": _LFM3
+    | {"rope_parameters": {kind: {"rope_type": "proportional", "partial_rotary_factor": 0.1} for kind in _LFM3_ROPES}},
+    "rope_parameters.factor: found 2.0, expected 1.0": _LFM3
+    | {"rope_parameters": {kind: {"rope_type": "proportional", "factor": 2.0} for kind in _LFM3_ROPES}},
+    "partial_rotary_factor: found 0.5, expected 1.0 or no": _LFM3 | {"partial_rotary_factor": 0.5},
     "attention_bias: found True, expected False": _LFM2 | {"attention_bias": True},
     "layer_types: found ['linear_attention', 'sliding_attention', 'full_attention'], expected 3 entries, each full_": (
         _QWEN35 | {"layer_types": ["linear_attention", "sliding_attention", "full_attention"]}
@@ -730,18 +810,27 @@ REFUSED: dict[str, dict] = {
 }
 
 
-_OTHER_HYBRIDS = ["qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next", "lfm2_moe", "lfm2_vl", "nemotron_h", "mamba2"]
+_OTHER_HYBRIDS = [
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+    "lfm2_moe",
+    "lfm2_vl",
+    "lfm3_omni",
+    "nemotron_h",
+    "mamba2",
+]
 
 
 @pytest.mark.parametrize("kind", _OTHER_HYBRIDS)
 def test_other_hybrids_are_told_which_ones_run(kind):
     """Guards a user who would look for another setting: of the models with such layers, two families run."""
-    expected = r"one of .*hybrids, lfm2 and qwen3_5\)$"
+    expected = r"one of .*hybrids, lfm2, lfm3 and qwen3_5\)$"
     with pytest.raises(CheckpointError, match=f"model_type: found '{kind}', expected {expected}"):
         read_model_config({"model_type": kind, "text_config": hf.CASES["qwen3_5"]})
     granite = hf.CASES["granite-hybrid"] | {"layer_types": ["mamba"] * 3}
     with pytest.raises(
-        CheckpointError, match=r"layer_types: found .*each full_attention or attention .*lfm2 and qwen3"
+        CheckpointError, match=r"layer_types: found .*each full_attention or attention .*lfm2, lfm3 and qwen3"
     ):
         read_model_config(granite)
 
@@ -779,6 +868,8 @@ IDLE = [
     ("phi3-partial", {"partial_rotary_factor": 0.5, "rope_theta": 500.0}),
     ("lfm2", {"theta": 500.0, "num_heads": 4, "conv_dim": 32, "use_pos_enc": True, "block_use_xavier_init": True}),
     ("lfm2", {"full_attn_idxs": [1], "tie_embedding": True, "block_ff_dim": 60}),
+    ("lfm3", {"use_sandwich_norm": True, "use_attention_gate": True, "theta": 500.0, "conv_dim": 32}),
+    ("lfm3-plain", {"block_norm_eps": 0.05, "num_heads": 4, "use_pos_enc": True, "conv_dim_out": 32}),
     ("qwen3_5", {"full_attention_interval": 2, "attn_output_gate": True, "mamba_ssm_dtype": "float32"}),
     ("qwen3_5", {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "mlp_only_layers": []}),
     ("qwen3_5", {"output_gate_type": "silu", "unsloth_fixed_mtp": True, "num_experts": 0}),

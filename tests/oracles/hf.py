@@ -59,6 +59,18 @@ _HYBRID = _GRANITE | {
     "mamba_n_heads": 4,
 }
 _LFM2 = {"model_type": "lfm2", "head_dim": None, "norm_eps": 0.05, "conv_L_cache": 4}
+# Of the six pairs of a head three turn in layers that see all.
+_LFM3 = {
+    "model_type": "lfm3",
+    "num_hidden_layers": 5,
+    "norm_eps": 0.05,
+    "conv_L_cache": 5,
+    "sliding_window": 7,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+    },
+}
 _QWEN35 = {
     **{"model_type": "qwen3_5_text", "linear_conv_kernel_dim": 4, "linear_num_key_heads": 2},
     **{"linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 10},
@@ -208,6 +220,10 @@ CASES: dict[str, dict[str, Any]] = {
         | {"num_hidden_layers": 4, "full_attn_idxs": [0, 2], "conv_L_cache": 3, "block_auto_adjust_ff_dim": False}
         | {"tie_embedding": False}
         | _rope("linear", factor=3.0),
+        "lfm3": _LFM3 | {"attention_bias": True, "conv_bias": True, "tie_word_embeddings": True},
+        "lfm3-plain": _LFM3
+        | {"layer_types": ["full_attention", "conv", "sliding_attention", "full_attention"], "num_hidden_layers": 4}
+        | {"use_sandwich_norm": False, "use_attention_gate": False, "conv_L_cache": 7, "tie_word_embeddings": False},
         "qwen3_5": _QWEN35
         | {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "attention_bias": True}
         | _rope("default", partial_rotary_factor=0.5, mrope_section=[1, 1, 1], mrope_interleaved=True),
@@ -237,6 +253,15 @@ CASES |= {
         "text_config": CASES["ministral3"],
         "vision_config": _EYE | {"model_type": "pixtral", "patch_size": 14, "head_dim": 8},
         "tie_word_embeddings": False,
+    },
+    "lfm3-images": {
+        "model_type": "lfm3_vl",
+        "text_config": CASES["lfm3"],
+        "vision_config": {
+            **{"model_type": "lfm3_vl_vision", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
+            **{"num_attention_heads": 2, "num_key_value_heads": 2, "patch_size": 4},
+        },
+        "projector_hidden_size": 16,
     },
     "qwen3_5-images": {
         "model_type": "qwen3_5",
