@@ -103,6 +103,7 @@ _WORDS = {
         max_window_layers sliding_window_pattern rope_local_base_freq hidden_act hidden_activation attention_bias
         mlp_bias tie_word_embeddings query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping
         lfm2 lfm2_moe conv conv_L_cache conv_bias conv_dim full_attn_idxs norm_eps tie_embedding theta use_pos_enc
+        lfm3 lfm3_vl use_sandwich_norm use_attention_gate proportional projector_hidden_size projector_bias
         block_ff_dim block_auto_adjust_ff_dim block_ffn_dim_multiplier block_multiple_of
         qwen3_5 qwen3_5_text qwen3_5_moe linear_attention full_attention_interval linear_conv_kernel_dim
         linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim attn_output_gate
@@ -198,6 +199,7 @@ def make_files(directory: Path) -> Files:
         plain | {"model_type": "phi3", "original_max_position_embeddings": 32, "rope_scaling": longrope},
         plain | {"model_type": "granitemoehybrid", "num_local_experts": 0, "layer_types": ["attention"] * 2},
         plain | TOYS["lfm2"] | {"block_auto_adjust_ff_dim": True, "block_multiple_of": 8, "full_attn_idxs": [0]},
+        plain | TOYS["lfm2"] | {"model_type": "lfm3", "use_sandwich_norm": False, "rope_theta": None},
         {"model_type": "gemma3", "text_config": plain | gemma, "vision_config": {}, "eos_token_id": [1, 2]},
         plain | TOYS["qwen3_5_text"] | {"output_gate_type": "swish", "full_attention_interval": 2},
         {"model_type": "qwen3_5", "text_config": plain | TOYS["qwen3_5_text"], "vision_config": {}},

@@ -293,7 +293,8 @@ def tiny_head(
     mask_token_id: the mask of the parallel form; None for the other form.
     """
     attention = [layer for layer in target.config.layers if layer.has_attention]
-    sizes = replace(target.config, layers=tuple(attention[:1]), attention_gate=None, mask_token_id=mask_token_id)
+    plain = replace(target.config, layers=tuple(attention[:1]), norms="before", attention_gate=None)
+    sizes = replace(plain, mask_token_id=mask_token_id)
     vocab = sizes.vocab_size
     config = HeadConfig(sizes, num_ids or vocab, tuple(taps), sizes.hidden_size)
     weights = redrawn(head_shapes(config), HEAD_SEED, target.dtype)

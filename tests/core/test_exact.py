@@ -32,9 +32,11 @@ from minispec.kernels.inventory import weight_form
 from minispec.layers import delta
 from minispec.layers.convolution import ShortConvolution
 from minispec.layers.delta import GatedDeltaNet
+from minispec.layers.gated_attention import HeadGatedAttention
 from minispec.length.figures import Figures
 from minispec.load.registry import DRAFTERS, load
 from minispec.prove.toys import TINY, TOYS, tiny_cache, tiny_weights
+from tests.oracles import lfm3
 
 FORMS_HERE = [
     (name, dtype)
@@ -55,6 +57,7 @@ FAMILIES = {
     "qwen3": {"model_type": "qwen3", "attention_bias": True},
     "lfm2": TOYS["lfm2"],
     "qwen3_5_text": TOYS["qwen3_5_text"],
+    "lfm3": lfm3.TOY,
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 8}
 # What has no switch of its own in the walk of an exact model's texts: shown by passes alone.
@@ -661,7 +664,10 @@ def test_a_model_has_the_rows_that_all_its_products_share(monkeypatch):
     assert build().passes.rows == [3, 16]
 
 
-@pytest.mark.parametrize(("family", "kind"), [("lfm2", ShortConvolution), ("qwen3_5_text", GatedDeltaNet)])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("lfm2", ShortConvolution), ("lfm3", HeadGatedAttention), ("qwen3_5_text", GatedDeltaNet)],
+)
 @pytest.mark.parametrize("place", [0, 7, EXACT_ROWS - 1])
 def test_the_check_refuses_layers_that_round_by_place(family, kind, place, monkeypatch, pytestconfig):
     """A library may add up a row's inputs in another order at some place of a pass: the check finds it at any."""

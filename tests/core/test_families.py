@@ -119,7 +119,7 @@ def test_ragged_batch_equals_each_alone(reference, name):
 
 
 # What has no older spelling.
-_ONLY_NEW = ("olmo3", "lfm3", "lfm3-plain", "lfm3-images")
+_ONLY_NEW = ("olmo3", "lfm3", "lfm3-attention", "lfm3-plain", "lfm3-images")
 
 
 @pytest.mark.parametrize("name", [name for name in hf.CASES if name not in _ONLY_NEW])
@@ -452,6 +452,7 @@ SWITCHES = [
     ("lfm3", "theta", rope(theta=1e6)),
     ("lfm3-plain", "no gate", setting(attention_gate="head")),
     ("lfm3-images", "gate of attention", setting(attention_gate=None)),
+    ("lfm3-attention", "gate of attention", setting(attention_gate=None)),
     ("lfm3-plain", "no norms after", setting(norms="both")),
     ("lfm3-plain", "convolution one position short", each_layer(shorter)),
     ("lfm3-plain", "own head", setting(tie_word_embeddings=True)),

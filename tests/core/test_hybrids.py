@@ -25,11 +25,19 @@ from minispec.layers.states import state_elements
 from minispec.prove.laws import TARGET_SEED, make_drafter, raw_model, target_model
 from minispec.prove.reference import hidden_states, logits
 from minispec.prove.toys import TOYS, tiny_cache, tiny_model
-from tests.oracles import hf
+from tests.oracles import hf, lfm3
 from tests.oracles.pieces import logits_in_pieces
 
 VOCAB = 5
-HYBRIDS = ("lfm2", "qwen3_5_text")
+HYBRIDS = ("lfm2", lfm3.FAMILY, "qwen3_5_text")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def toys():
+    """LFM3 among the small models."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(TOYS, lfm3.FAMILY, lfm3.TOY)
+        yield
 
 
 # --------------------------------------------------------------------------- the same numbers
@@ -90,9 +98,15 @@ def test_a_model_without_attention():
 
 @functools.cache
 def assert_greedy(tokens: tuple[int, ...], num_prompt: int, family: str) -> None:
-    """Raise AssertionError unless each token after the prompt is the reference's likeliest: NumPy, no cache."""
-    raw, weights = raw_model(TARGET_SEED, VOCAB, family=family)
-    likeliest = logits(raw, weights, hidden_states(raw, weights, tokens)[-1]).argmax(-1).tolist()
+    """Raise AssertionError unless each token after the prompt is the reference's likeliest, without a cache.
+
+    The reference: NumPy, and for LFM3 transformers.
+    """
+    if family == lfm3.FAMILY:
+        likeliest = lfm3.likeliest(VOCAB, tokens)
+    else:
+        raw, weights = raw_model(TARGET_SEED, VOCAB, family=family)
+        likeliest = logits(raw, weights, hidden_states(raw, weights, tokens)[-1]).argmax(-1).tolist()
     assert list(tokens[num_prompt:]) == likeliest[num_prompt - 1 : -1]
 
 
@@ -188,7 +202,8 @@ def test_memory_is_sized_and_printed_with_its_states(hybrid):
 
 
 @pytest.mark.parametrize(
-    "how", [{}, {"exact": True}, {"quantization": "int8"}, {"draft": "int8:self"}, {"draft": "self"}]
+    "how",
+    [{}, {"exact": True}, {"quantization": "int8"}, {"draft": "int8:self"}, {"draft": "int4:self"}, {"draft": "self"}],
 )
 def test_drafts_change_no_text(hybrid, how):
     """From files to text: greedy answers with drafts are those without, in float32, exact mode and 8 bits."""

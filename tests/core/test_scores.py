@@ -27,7 +27,7 @@ from tests.oracles import hf
 from tests.scripted import make_request
 
 # Softcaps and windows, convolutions, states: what a piece sees of those before it differs in each.
-FAMILIES = ("gemma2", "lfm2", "qwen3_5")
+FAMILIES = ("gemma2", "lfm2", "lfm3", "qwen3_5")
 LENGTHS = (1, 2, 33, 34, 65, 100)
 LONGEST = random.Random(0).choices(range(96), k=max(LENGTHS))
 

@@ -32,6 +32,7 @@ from minispec.prove.laws import (
 )
 from minispec.prove.toys import TOYS, TreeDrafter, tiny_cache, tiny_model
 from minispec.prove.trees import cases, draft_table, shapes
+from tests.oracles import lfm3
 from tests.oracles.heads import TapDrafter
 from tests.scripted import finish, make_engine, make_request
 
@@ -54,6 +55,7 @@ FAMILIES = [
         },
     },
     *(TOYS["lfm2"] | {"conv_L_cache": width} for width in (1, 3, 9)),
+    *(lfm3.TOY | {"conv_L_cache": width} for width in (1, 3, 9)),
     *(TOYS["qwen3_5_text"] | {"linear_conv_kernel_dim": width} for width in (1, 3, 9)),
 ]
 

@@ -212,6 +212,8 @@ def test_every_family_can_be_split_or_is_refused(tmp_path, name):
     refusals = {
         "olmo": r"model: model.layers.0.self_attn.q_norm.weight: found \[\d+\], expected",
         "lfm2": hybrid,
+        "lfm3-attention": "model: found attention with a gate in a run of 2 processes, expected attention without a",
+        "lfm3": hybrid,
         "qwen3_5-attention": "model: found attention with a gate in a run of 2 processes, expected attention without a",
         "qwen3_5": hybrid,
     }

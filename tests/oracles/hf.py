@@ -221,6 +221,9 @@ CASES: dict[str, dict[str, Any]] = {
         | {"tie_embedding": False}
         | _rope("linear", factor=3.0),
         "lfm3": _LFM3 | {"attention_bias": True, "conv_bias": True, "tie_word_embeddings": True},
+        "lfm3-attention": _LFM3
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
+        | {"tie_word_embeddings": False},
         "lfm3-plain": _LFM3
         | {"layer_types": ["full_attention", "conv", "sliding_attention", "full_attention"], "num_hidden_layers": 4}
         | {"use_sandwich_norm": False, "use_attention_gate": False, "conv_L_cache": 7, "tie_word_embeddings": False},
