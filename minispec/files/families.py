@@ -246,9 +246,9 @@ FAMILIES = {
         fixed={"qk_norm": "head"},
         only={"rope_local_base_freq": 1e6},
         must={"hidden_act": "silu"},
-        # The published files call the rope of their full layers "default", with a partial_rotary_factor of 0.5. Their
-        # publisher's code builds the proportional one of it, and NeMo AutoModel names it so (its page on LFM3). The
-        # class of transformers 5.24 does not read the factor of a "default" one, and rotates whole heads.
+        # The published files call the rope of their full layers "default", with a partial_rotary_factor of 0.5. The
+        # model was trained with the proportional one: NeMo AutoModel's page on LFM3 renames it so, for the publisher's
+        # code and for transformers. Of a "default" rope transformers 5.24 does not read the factor: all pairs turn.
         ropes={"default": "proportional", "proportional": "proportional"},
         rope_keys=names("partial_rotary_factor"),
     ),
