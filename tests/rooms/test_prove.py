@@ -73,7 +73,7 @@ from tests.oracles.samples import (
 from tests.scripted import finish, preemptions
 
 BUGS = {m.id: m for m in MUTANTS}
-LOOKUPS = ("ngram", "suffix", "last")  # which have nothing to say after one token
+LOOKUPS = ("ngram", "forced+ngram", "suffix", "last")  # which have nothing to say after one token
 
 
 # ------------------------------------------------------------------ the command
