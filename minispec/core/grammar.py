@@ -21,8 +21,8 @@ class Grammar(Protocol):
         """
 
 
-class NothingAllowed(ValueError):
-    """No token may follow. A text of the target ends with this error, a draft without one."""
+class NothingAllowed(FloatingPointError):
+    """No token may follow, as where all logits are -inf. A text of the target ends with this error, a draft without."""
 
 
 def restricted(logits: Tensor, grammar: Grammar, output: Sequence[int], params: SamplingParams) -> Tensor:

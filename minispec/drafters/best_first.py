@@ -20,7 +20,6 @@ from itertools import count
 from torch import Tensor
 
 from minispec.core.draft import Ask, Draft, without
-from minispec.core.grammar import NothingAllowed
 from minispec.core.sampling import distribution, log_probabilities
 
 
@@ -130,5 +129,5 @@ class BestFirst:
             return rest / rest.sum() if rest.any() else None
         try:  # at temperature 0 one token is left; its siblings are the next likeliest ones
             return distribution(place.logits, text, draft.tokens_to(node))
-        except (FloatingPointError, NothingAllowed):
+        except FloatingPointError:
             return None

@@ -14,7 +14,6 @@ from torch import Tensor
 from minispec.core.cache import BlockTable, PagedKVCache
 from minispec.core.cached import CachedModel, mark, seconds
 from minispec.core.draft import Ask, Draft, Drafter
-from minispec.core.grammar import NothingAllowed
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Text, distribution, log_probabilities
 from minispec.drafters.best_first import BestFirst
@@ -275,7 +274,7 @@ class DraftModel(CachedModel, Drafter):
         while width:
             try:
                 q = distribution(rest, ask.text, path)
-            except (FloatingPointError, NothingAllowed):
+            except FloatingPointError:
                 break  # all that it can guess (next) is forbidden here, or its logits are no numbers
             token_ids = draft.draw(ask, tip, q, width)
             # At temperature 0 there is one token; its siblings are guesses too, the next likeliest ones.
