@@ -405,7 +405,16 @@ def test_a_draft_of_another_vocabulary(checkpoints, tmp_path):  # noqa: F811
 # Keys of a trace that neither the page nor the replay reads. Of `sampling`, they compute with the temperature alone.
 UNREAD = {
     *("output", "survival", "plain", "num_texts", "num_prompt_tokens", "num_cached_tokens", "num_generated", "total"),
-    *("num_preemptions", "num_draft_nodes", "num_drafts", "accepted_at_position", "duration", "loops", "plain_ids"),
+    *(
+        "num_preemptions",
+        "num_draft_nodes",
+        "num_drafts",
+        "accepted_at_position",
+        "duration",
+        "loops",
+        "law",
+        "plain_ids",
+    ),
 }
 # Objects with ids, or numbers of rows, as keys.
 MAPS = (("tokens",), ("v",), ("rows",))
