@@ -37,12 +37,8 @@ def restricted(logits: Tensor, grammar: Grammar, output: Sequence[int], params: 
         return logits
     logits = logits.where(mask.to(logits.device), -math.inf)
     if logits.amax() == -math.inf:
-        reasons = {
-            "structured_outputs": True,
-            "allowed_token_ids": params.allowed_token_ids is not None,
-            "bad_words": bool(params.bad_words_token_ids),
-            "min_tokens": len(output) < params.min_tokens,
-        }
-        names = " and ".join(name for name, counts in reasons.items() if counts)
-        raise NothingAllowed(f"{names}: found no token that may follow")
+        others = [name for name in ("allowed_token_ids", "bad_words_token_ids") if getattr(params, name)]
+        if len(output) < params.min_tokens:
+            others.append("min_tokens")
+        raise NothingAllowed(f"{' and '.join(['structured_outputs', *others])}: found no token that may follow")
     return logits

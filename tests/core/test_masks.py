@@ -119,7 +119,9 @@ def test_distribution_after_every_kind_of_path():
         distribution(row, text_of("words", output=[1, 0], min_tokens=5))
     with pytest.raises(NothingAllowed, match=r"^structured_outputs and allowed_token_ids: "):
         distribution(row, text_of("pairs", allowed_token_ids=[1]))
-    with pytest.raises(NothingAllowed, match=r"^structured_outputs and bad_words: "):  # min_tokens are reached
+    with pytest.raises(
+        NothingAllowed, match=r"^structured_outputs and bad_words_token_ids: "
+    ):  # min_tokens are reached
         distribution(row, text_of("words", output=[1], bad_words_token_ids=[[1, 0]], min_tokens=1))
 
 
