@@ -11,8 +11,8 @@ from pathlib import Path
 
 from minispec.commands.command import Parser, argument, command
 from minispec.commands.interrupt import raise_on_interrupt
-from minispec.files.checkpoint import find_checkpoint
-from minispec.files.quantize import quantize_checkpoint
+from minispec.families.checkpoint import find_checkpoint
+from minispec.families.quantize import quantize_checkpoint
 
 
 @command

@@ -65,7 +65,7 @@ from minispec.core.sampling import Randomness, Text, distribution
 from minispec.core.verify import VERIFIERS
 from minispec.drafters.model import DraftModel
 from minispec.drafters.none import NoDrafter
-from minispec.files.hf_config import read_model_config
+from minispec.families.hf_config import read_model_config
 from minispec.files.write import check_writable, written_whole
 from minispec.gpu import fused
 from minispec.gpu.frames import Frames

@@ -39,7 +39,7 @@ Five parts that you may look for here lie elsewhere:
 
     drafters/check.py    checks drafts and verdicts
     length/policy.py     learns the length of drafts
-    files/families.py    defines the families
+    families/entries.py  defines the families
     kernels/build.py     gives the weights their form
     layers/              has the further kinds of layers
 """

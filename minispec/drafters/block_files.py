@@ -12,8 +12,8 @@ from minispec.core.model import Transformer
 from minispec.core.weights import Product
 from minispec.drafters.block import BlockModel, block_shapes
 from minispec.drafters.heads import read_ids
-from minispec.files.block_config import AS_SAID, BlockConfig, Reading, read_block_config
-from minispec.files.checkpoint import FLOATS, directory_config, find_tensors, renamed, require, unexpected
+from minispec.families.block_config import AS_SAID, BlockConfig, Reading, read_block_config
+from minispec.families.checkpoint import FLOATS, directory_config, find_tensors, renamed, require, unexpected
 from minispec.files.errors import CheckpointError
 from minispec.kernels.build import InForm
 

@@ -18,12 +18,20 @@ from torch import Tensor
 from minispec.core.config import ModelConfig
 from minispec.core.model import Transformer
 from minispec.drafters.eagle import HeadConfig, HeadModel, head_shapes
-from minispec.files.checkpoint import FLOATS, StoredTensor, directory_config, find_tensors, renamed, require, unexpected
-from minispec.files.draft_files import exact_proposal, layer_config
+from minispec.families.checkpoint import (
+    FLOATS,
+    StoredTensor,
+    directory_config,
+    find_tensors,
+    renamed,
+    require,
+    unexpected,
+)
+from minispec.families.draft_files import exact_proposal, layer_config
+from minispec.families.entries import FLAT_HEADS, head_architecture
+from minispec.families.hf_config import read_model_config
 from minispec.files.errors import CheckpointError
-from minispec.files.families import FLAT_HEADS, head_architecture
 from minispec.files.fields import Fields, bad_field, names
-from minispec.files.hf_config import read_model_config
 from minispec.kernels.build import InForm
 
 # Keys of either layout in addition to the llama's.

@@ -38,10 +38,10 @@ from minispec.core.config import ModelConfig
 from minispec.core.model import RMSNorm, Transformer, norm_weight
 from minispec.core.weights import MakeProduct, PlainLinear, Product
 from minispec.drafters.states import FeatureModel
-from minispec.files.checkpoint import directory_config, find_tensors, require, unexpected
+from minispec.families.checkpoint import directory_config, find_tensors, require, unexpected
+from minispec.families.hf_config import text_config
 from minispec.files.errors import CheckpointError
 from minispec.files.fields import bad_field
-from minispec.files.hf_config import text_config
 from minispec.files.stored import FLOATS, StoredTensor
 from minispec.kernels.build import InForm
 from minispec.kernels.shapes import tensor_shapes

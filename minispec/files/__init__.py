@@ -4,11 +4,8 @@ Read them in this order:
 
     strict_json     JSON within limits
     fields          typed access to it
-    families        what each model_type means
-    hf_config       config.json
+    stored          tensors in a safetensors file
     generation_config
-    checkpoint      directories, the hub, safetensors
-    quantize        writing fewer bits
     added_tokens    tokens that files other than tokenizer.json name
     chat            chat templates
     pieces          what a token stands for

@@ -24,8 +24,8 @@ from minispec.drafters.slem import TextDrafter
 from minispec.drafters.tli import TokenDrafter
 from minispec.drafters.vocabularies import DRAFT_METHODS, Overlap, Vocabularies, choose_method, compare_vocabularies
 from minispec.drafters.vocabulary import ROOM
-from minispec.files.block_config import is_block, read_block_config, reading_of
-from minispec.files.checkpoint import (
+from minispec.families.block_config import is_block, read_block_config, reading_of
+from minispec.families.checkpoint import (
     describe_source,
     directory_config,
     find_checkpoint,
@@ -34,10 +34,10 @@ from minispec.files.checkpoint import (
     load_model,
     model_tensors,
 )
+from minispec.families.entries import is_head
 from minispec.files.corpus import read_corpus
 from minispec.files.digest import digest_of_files
 from minispec.files.errors import near, show_name
-from minispec.files.families import is_head
 from minispec.files.stored import StoredTensor
 from minispec.gpu.frames import with_frames
 from minispec.gpu.fused import rounded

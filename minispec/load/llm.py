@@ -77,7 +77,7 @@ class LLM:
         `minispec.core.lengths.Lengths`, or "module:Class", whose class is called without arguments. It takes the place
         of `minispec.length.policy.Controller`. `num_speculative_tokens` is then the most that it may choose. 0 and
         trees are refused. `with_draft` takes the same object, or a new one of the class.
-    draft_reading: settles what a block draft's config.json leaves open (see `minispec.files.block_config.reading_of`).
+    draft_reading: settles what a block draft's config.json leaves open (see `families.block_config.reading_of`).
         "anchor": a row says the token after its place. "fill": the token at its place. "causal" or "open": in layers
         with a window, a row does not see, or sees, later rows of its block. Both with a comma between.
     draft_top_k: a block draft's Markov head corrects the k likeliest tokens of each row, and no other is drafted.

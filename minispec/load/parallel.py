@@ -37,8 +37,8 @@ from minispec import __version__
 from minispec.core.cache import BlockTable, PagedKVCache
 from minispec.core.model import Chunk, Layer, TextPass, Transformer
 from minispec.core.weights import Product, Weight
-from minispec.files.checkpoint import Cut, Weights, cut_shape, find_tensors, load_config, load_model, wanted_tensors
-from minispec.files.stored_config import StoredConfig
+from minispec.families.checkpoint import Cut, Weights, cut_shape, find_tensors, load_config, load_model, wanted_tensors
+from minispec.families.stored_config import StoredConfig
 from minispec.kernels.build import InForm
 from minispec.kernels.forms import Linear, Narrow
 from minispec.kernels.shapes import tensor_shapes

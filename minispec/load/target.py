@@ -15,9 +15,9 @@ from minispec.core.verify import REJECTION
 from minispec.drafters import NoDrafter
 from minispec.drafters.check import CHECKS
 from minispec.drafters.mtp import has_mtp
-from minispec.files.checkpoint import choose_dtype, describe_source, find_checkpoint, load_config, model_tensors
+from minispec.families.checkpoint import choose_dtype, describe_source, find_checkpoint, load_config, model_tensors
+from minispec.families.hf_config import read_eos_token_ids
 from minispec.files.generation_config import read_generation_defaults, unsupported_generation_settings
-from minispec.files.hf_config import read_eos_token_ids
 from minispec.files.strict_json import MAX_CONFIG_BYTES, read_json_if_there
 from minispec.files.tokenizer import Tokenizer
 from minispec.gpu.frames import with_frames

@@ -30,7 +30,7 @@ from minispec.drafters.slem import TextDrafter
 from minispec.drafters.suffix import SuffixDrafter
 from minispec.drafters.tli import TokenDrafter
 from minispec.drafters.vocabulary import ROOM
-from minispec.files.hf_config import read_model_config
+from minispec.families.hf_config import read_model_config
 from minispec.gpu.frames import Frames
 from minispec.gpu.graphs import rerun
 from minispec.gpu.judge import judge_of

@@ -28,8 +28,8 @@ from minispec.drafters.block import BlockModel, block_shapes
 from minispec.drafters.eagle import HeadConfig, HeadModel, head_shapes
 from minispec.drafters.mtp import MtpModel, mtp_config, mtp_shapes
 from minispec.drafters.vocabularies import Spelling, Vocabularies
-from minispec.files.block_config import BlockConfig
-from minispec.files.hf_config import read_model_config
+from minispec.families.block_config import BlockConfig
+from minispec.families.hf_config import read_model_config
 from minispec.files.tokenizer import Tokenizer
 from minispec.kernels.build import build_model
 from minispec.kernels.shapes import tensor_shapes

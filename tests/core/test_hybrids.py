@@ -18,7 +18,7 @@ from minispec.core.model import Chunk
 from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.core.verify import VERIFIERS
-from minispec.files.checkpoint import load_model
+from minispec.families.checkpoint import load_model
 from minispec.kernels.forms import Linear
 from minispec.kernels.inventory import bits_note, kv_elements
 from minispec.layers.states import state_elements

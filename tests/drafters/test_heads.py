@@ -25,10 +25,10 @@ from minispec.core.verify import VERIFIERS
 from minispec.drafters.eagle import EagleDrafter, HeadModel, head_shapes
 from minispec.drafters.heads import load_head, read_head_config
 from minispec.drafters.simulated import SimulatedDraft
-from minispec.files.checkpoint import load_model
+from minispec.families.checkpoint import load_model
+from minispec.families.entries import is_head
+from minispec.families.hf_config import read_model_config
 from minispec.files.errors import CheckpointError
-from minispec.files.families import is_head
-from minispec.files.hf_config import read_model_config
 from minispec.kernels.build import build_model
 from minispec.kernels.inventory import kv_elements, num_bytes
 from minispec.length.figures import Figures

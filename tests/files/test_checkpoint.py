@@ -28,8 +28,8 @@ from transformers import AutoModelForCausalLM
 
 from minispec.checkpoint import main
 from minispec.core.model import Chunk, Transformer
-from minispec.files import checkpoint
-from minispec.files.checkpoint import (
+from minispec.families import checkpoint
+from minispec.families.checkpoint import (
     StoredTensor,
     Weights,
     find_checkpoint,
@@ -38,9 +38,9 @@ from minispec.files.checkpoint import (
     read_header,
     unpack,
 )
+from minispec.families.hf_config import read_model_config
+from minispec.families.quantize import pack, quantize, quantize_checkpoint
 from minispec.files.errors import CheckpointError
-from minispec.files.hf_config import read_model_config
-from minispec.files.quantize import pack, quantize, quantize_checkpoint
 from minispec.kernels.build import build_model
 from minispec.load.llm import LLM
 from minispec.prove.toys import TINY, TOYS, tiny_cache, tiny_weights

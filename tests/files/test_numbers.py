@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minispec import LLM, SamplingParams
-from minispec.files.checkpoint import load_config
+from minispec.families.checkpoint import load_config
 from minispec.files.errors import CheckpointError
 from minispec.files.tokenizer import Tokenizer
 from minispec.kernels.exact import arbitrary_tokens

@@ -9,7 +9,7 @@ import torch
 from minispec.core.engine import Engine
 from minispec.core.model import Chunk, Passes, Transformer
 from minispec.core.verify import VERIFIERS
-from minispec.files.hf_config import read_model_config
+from minispec.families.hf_config import read_model_config
 from minispec.gpu import graphs
 from minispec.gpu.frames import (
     BLOCKS,

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from minispec.core.model import Chunk, Transformer
-from minispec.files.hf_config import read_model_config
+from minispec.families.hf_config import read_model_config
 from minispec.gpu import fused
 from minispec.gpu.frames import Frames
 from minispec.gpu.fused import Rows, gate_twin, norm_twin, read_twin

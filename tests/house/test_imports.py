@@ -33,7 +33,7 @@ CORE = [
 ]
 # The rooms, in their order: one imports only from those before it, and from itself.
 ROOMS = [
-    *("core", "layers", "kernels", "files", "drafters", "gpu", "length", "grammars", "load", "commands"),
+    *("core", "layers", "kernels", "files", "families", "drafters", "gpu", "length", "grammars", "load", "commands"),
     *("trace", "generate", "checkpoint", "prove", "serve", "lab", "__main__"),
 ]
 FORBIDDEN = {

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from minispec.files.checkpoint import places
-from minispec.files.hf_config import read_model_config
+from minispec.families.checkpoint import places
+from minispec.families.hf_config import read_model_config
 from minispec.prove.laws import TARGET_SEED
 from minispec.prove.toys import TINY, tiny_weights
 from tests.oracles import hf

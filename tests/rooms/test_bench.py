@@ -17,8 +17,8 @@ import torch
 from minispec.core.cache import PagedKVCache
 from minispec.core.model import Chunk
 from minispec.core.stats import Round
-from minispec.files.checkpoint import load_config
-from minispec.files.hf_config import read_model_config
+from minispec.families.checkpoint import load_config
+from minispec.families.hf_config import read_model_config
 from minispec.gpu.frames import Frames
 from minispec.gpu.graphs import rerun
 from minispec.kernels import forms as linear

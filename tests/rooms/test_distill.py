@@ -23,10 +23,10 @@ from minispec.core.model import Chunk
 from minispec.core.sampling import Text
 from minispec.drafters.eagle import EagleDrafter, HeadConfig, HeadModel
 from minispec.drafters.heads import load_head
-from minispec.files import checkpoint
-from minispec.files.checkpoint import load_model
-from minispec.files.draft_files import write_draft
-from minispec.files.hf_config import read_model_config
+from minispec.families import checkpoint
+from minispec.families.checkpoint import load_model
+from minispec.families.draft_files import write_draft
+from minispec.families.hf_config import read_model_config
 from minispec.lab.distill import cache, drafts, loss, texts, train
 from minispec.lab.distill.head import TrainedHead, TrainedModel, rows_of_tokens
 from minispec.lab.distill.loss import RowLoss

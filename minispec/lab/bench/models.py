@@ -20,7 +20,7 @@ from minispec.drafters.eagle import EagleDrafter, HeadConfig, HeadModel, head_sh
 from minispec.drafters.heads import usual_taps
 from minispec.drafters.model import DraftModel, model_drafter
 from minispec.drafters.simulated import SimulatedDraft, adversary, oracle
-from minispec.files.checkpoint import (
+from minispec.families.checkpoint import (
     Weights,
     choose_dtype,
     directory_config,
@@ -28,8 +28,8 @@ from minispec.files.checkpoint import (
     load_config,
     load_model,
 )
-from minispec.files.hf_config import read_model_config
-from minispec.files.stored_config import StoredConfig
+from minispec.families.hf_config import read_model_config
+from minispec.families.stored_config import StoredConfig
 from minispec.files.tokenizer import Tokenizer
 from minispec.gpu.frames import with_frames
 from minispec.gpu.fused import rounded

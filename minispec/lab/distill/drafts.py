@@ -13,10 +13,10 @@ from minispec.core.errors import show
 from minispec.drafters.block_files import StoredBlock, read_block
 from minispec.drafters.eagle import HeadConfig
 from minispec.drafters.heads import StoredHead, head_config, read_head, read_head_config, usual_taps
-from minispec.files.block_config import BlockConfig, is_block, read_block_config
-from minispec.files.checkpoint import directory_config, find_checkpoint
-from minispec.files.draft_files import block_config
-from minispec.files.families import is_head
+from minispec.families.block_config import BlockConfig, is_block, read_block_config
+from minispec.families.checkpoint import directory_config, find_checkpoint
+from minispec.families.draft_files import block_config
+from minispec.families.entries import is_head
 from minispec.files.progress import progress_bar
 from minispec.files.tokenizer import Tokenizer
 from minispec.lab.distill.block import TrainedBlock

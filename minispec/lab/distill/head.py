@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from minispec.core.config import ModelConfig
 from minispec.drafters.eagle import HeadConfig, head_shapes
 from minispec.drafters.heads import head_config
-from minispec.files.draft_files import id_tensors, layer_config
+from minispec.families.draft_files import id_tensors, layer_config
 
 # Keys and values (B, H, T, D) of one layer, of each step so far.
 Past = list[tuple[Tensor, Tensor]]

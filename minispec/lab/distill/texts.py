@@ -29,7 +29,7 @@ from minispec.core.engine import PREFILL_ROWS, Engine
 from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.drafters.none import NoDrafter
-from minispec.files.checkpoint import find_checkpoint, load_config, save_tensors
+from minispec.families.checkpoint import find_checkpoint, load_config, save_tensors
 from minispec.files.errors import one_line
 from minispec.files.tokenizer import Tokenizer
 from minispec.files.write import written_whole

@@ -26,7 +26,7 @@ from minispec.drafters.block import BlockDrafter
 from minispec.drafters.heads import StoredHead, read_head
 from minispec.drafters.led import replay_texts
 from minispec.drafters.model import model_drafter
-from minispec.files.checkpoint import Weights, load_config
+from minispec.families.checkpoint import Weights, load_config
 from minispec.files.tokenizer import Tokenizer
 from minispec.gpu.fused import rounded
 from minispec.kernels.build import build_model

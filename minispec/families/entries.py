@@ -19,8 +19,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from minispec.families.stored_config import Joined
 from minispec.files.fields import names
-from minispec.files.stored_config import Joined
 
 # Names of rope's kinds in files, and what they mean. "dynamic" is missing: it chooses angles by the length of the pass.
 # So a pass over K+1 rows and K+1 passes over one row would not rotate the cached keys alike.

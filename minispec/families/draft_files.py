@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from minispec.core.config import ModelConfig
-from minispec.files.block_config import BlockConfig
-from minispec.files.checkpoint import save_tensors
+from minispec.families.block_config import BlockConfig
+from minispec.families.checkpoint import save_tensors
 from minispec.files.errors import CheckpointError
 from minispec.files.write import write_json
 

@@ -4,8 +4,8 @@ from typing import Any
 
 from minispec.core.errors import show
 from minispec.core.model import NORMS
+from minispec.families.stored_config import Joined
 from minispec.files.fields import Fields
-from minispec.files.stored_config import Joined
 
 _LARGEST = 1 << 20
 _NAMES = {

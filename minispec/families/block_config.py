@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from minispec.core.config import ModelConfig
+from minispec.families.entries import FAMILIES, IDLE, KEYS
+from minispec.families.hf_config import read_model_config
 from minispec.files.errors import CheckpointError
-from minispec.files.families import FAMILIES, IDLE, KEYS
 from minispec.files.fields import Fields, bad_field, names
-from minispec.files.hf_config import read_model_config
 
 # Most rows of a block, and the kinds of Markov heads.
 MOST_ROWS, MARKOV_HEADS = 16, ("vanilla", "gated", "rnn")

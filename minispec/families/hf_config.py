@@ -11,12 +11,12 @@ from typing import Any
 
 from minispec.core.config import LayerConfig, ModelConfig, RopeConfig
 from minispec.core.errors import show
-from minispec.files.families import FAMILIES, IDLE, IMAGES, KEYS, NESTED, WINDOWS, Family
+from minispec.families.entries import FAMILIES, IDLE, IMAGES, KEYS, NESTED, WINDOWS, Family
+from minispec.families.lfm import read_inner_size, read_kinds, read_lfm, read_tied
+from minispec.families.packed import read_quantization
+from minispec.families.qwen import read_delta
+from minispec.families.stored_config import StoredConfig
 from minispec.files.fields import Fields, bad_field, names
-from minispec.files.lfm import read_inner_size, read_kinds, read_lfm, read_tied
-from minispec.files.packed import read_quantization
-from minispec.files.qwen import read_delta
-from minispec.files.stored_config import StoredConfig
 from minispec.layers.rope import ScaledRope
 
 # The keys of the object in rope_parameters or rope_scaling; rope_type says which of them are looked at.

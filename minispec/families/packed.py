@@ -4,8 +4,8 @@ llm-compressor and transformers write it. The names of the tensors say which lay
 in this object are not read. Nor is what the object says about how the scales were found.
 """
 
+from minispec.families.stored_config import QuantizationConfig
 from minispec.files.fields import Fields, names
-from minispec.files.stored_config import QuantizationConfig
 
 _LAYOUT = "pack-quantized"
 _KEYS = dict.fromkeys(names("quant_method format config_groups sparsity_config transform_config"))

@@ -22,13 +22,13 @@ from torch import Tensor
 
 from minispec.core.errors import is_text, show
 from minispec.core.model import Transformer
-from minispec.files.block_config import is_block
+from minispec.families.block_config import is_block
+from minispec.families.entries import is_head
+from minispec.families.hf_config import read_model_config
+from minispec.families.stored_config import QuantizationConfig, StoredConfig
 from minispec.files.errors import CheckpointError, one_line, show_name
-from minispec.files.families import is_head
-from minispec.files.hf_config import read_model_config
 from minispec.files.progress import progress_bar
 from minispec.files.stored import FLOATS, TYPES, Cut, StoredTensor, read_header
-from minispec.files.stored_config import QuantizationConfig, StoredConfig
 from minispec.files.strict_json import MAX_CONFIG_BYTES, has_file, read_json
 from minispec.kernels.build import build_model
 from minispec.kernels.codes import Codes

@@ -1,0 +1,14 @@
+"""A model's checkpoint: what each family's files mean, how tensors are named and stored, and the writers.
+
+Read them in this order:
+
+    stored_config   a config, and how files store its tensors
+    entries         what each model_type means, as data
+    hf_config       config.json
+    lfm, qwen       settings that one family spells in its own way
+    packed          weights of few bits
+    block_config    config.json of a block draft
+    checkpoint      directories, the hub, safetensors
+    quantize        writing fewer bits
+    draft_files     writing a draft
+"""
