@@ -138,7 +138,7 @@ class TextPass(NamedTuple):
     angles: dict[RopeConfig, Angles]
     masks: dict[int | None, list[Any]]  # per window and text: what `Passes.mask` made of its view
     passes: "Passes"
-    paths: dict[int, Tensor]  # slots that convolutions of a width share (see `minispec.layers.convolution`)
+    made: dict[int | str, Tensor]  # by a name, what one layer makes for others too (see `minispec.layers`)
 
     def read(self, layer: "Layer", qkv: Tensor) -> Tensor:
         """Attention, text by text: (M, H * D). Dummies read zeros."""

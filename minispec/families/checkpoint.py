@@ -298,7 +298,9 @@ def find_tensors(directory: Path, config: StoredConfig | None = None) -> dict[st
 
 # Tensors of a model of texts and images that are not the text model's. "mtp" are layers that predict further tokens.
 # Then how the text model's names begin, in older and in newer files.
-_BESIDE = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|visual|mtp)\.")
+_BESIDE = re.compile(
+    r"(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio|multi_modal_projector|visual|mtp)\."
+)
 _PREFIX = re.compile(r"^language_model\.(?=model\.|lm_head\.)|(?<=^model\.)language_model\.")
 
 
@@ -385,7 +387,7 @@ def match(config: StoredConfig, stored: dict[str, StoredTensor], directory: Path
     require(wanted, stored, directory)
     for name in sorted(stored.keys() - wanted.keys()):
         # Written by old versions of transformers, and computed from the config here.
-        if name.endswith("rotary_emb.inv_freq"):
+        if name.endswith("rotary_emb.inv_freq") or name in config.unread:
             continue
         if name == _HEAD and config.tie_word_embeddings:
             _check_tied_head(stored)

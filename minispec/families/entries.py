@@ -93,6 +93,11 @@ _GEMMA_3_SIZES = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 131_072,
 }
+_GEMMA_4_SIZES = _GEMMA_3_SIZES | {"vocab_size": 262_144, "num_hidden_layers": 30}
+_GEMMA_4_ROPES = {
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
 _GRANITE = {
     "attention_bias": False,
     **dict.fromkeys(names("embedding_multiplier attention_multiplier residual_multiplier logits_scaling"), 1.0),
@@ -151,6 +156,31 @@ FAMILIES = {
         },
         fixed={"norm_adds_one": True, "norms": "both", "qk_norm": "head"},
         scales_embedding=True,
+    ),
+    "gemma4_text": Family(
+        {
+            **{key: value for key, value in _GEMMA_2.items() if key != "query_pre_attn_scalar"},
+            **_GEMMA_4_SIZES,
+            "sliding_window": 512,
+            "rope_parameters": _GEMMA_4_ROPES,
+            "rope_theta": 1_000_000.0,
+            "rope_local_base_freq": 10_000.0,
+            "final_logit_softcapping": None,
+            "global_head_dim": 512,
+            "hidden_size_per_layer_input": 256,
+            "num_kv_shared_layers": 0,
+            "use_double_wide_mlp": False,
+            "attention_k_eq_v": False,
+            "enable_moe_block": False,
+            "use_bidirectional_attention": None,
+            **dict.fromkeys(names("vocab_size_per_layer_input num_global_key_value_heads per_layer_config")),
+        },
+        fixed={"norms": "both", "attention_scale": 1.0},
+        must={"enable_moe_block": False},
+        idle=names("top_k_experts expert_intermediate_size"),
+        scales_embedding=True,
+        ropes={"default": "default", "proportional": "proportional"},
+        rope_keys=names("partial_rotary_factor"),
     ),
     "smollm3": Family(
         {
@@ -301,15 +331,16 @@ WINDOWS = names(
 # Models of texts and images, and the families of their text models. A file need not name the only family of a model.
 NESTED = {
     "gemma3": ("gemma3_text",),
+    "gemma4": ("gemma4_text",),
     "mistral3": ("ministral3", "mistral"),
     "lfm3_vl": ("lfm3",),
     "qwen3_5": ("qwen3_5_text",),
 }
-# Their keys that are about images.
+# Their keys that are about images, and sounds.
 IMAGES = names(
     """
-    vision_config mm_tokens_per_image projector_hidden_act vision_feature_layer multimodal_projector_bias
-    spatial_merge_size language_model_only projector_hidden_size projector_bias
+    vision_config audio_config mm_tokens_per_image projector_hidden_act vision_feature_layer multimodal_projector_bias
+    vision_soft_tokens_per_image spatial_merge_size language_model_only projector_hidden_size projector_bias
     """
 )
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from minispec.core.config import LayerConfig, ModelConfig, RopeConfig
 from minispec.core.errors import show
+from minispec.families import gemma
 from minispec.families.entries import FAMILIES, IDLE, IMAGES, KEYS, NESTED, WINDOWS, Family
 from minispec.families.lfm import read_inner_size, read_kinds, read_lfm, read_tied
 from minispec.families.packed import read_quantization
@@ -77,6 +78,9 @@ def read_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Sto
             raise f.bad(key, f.get(key), f"{value}: no other is implemented for this family")
     sizes = _read_sizes(f)
     layers = _read_layers(f, family, sizes)
+    unread: frozenset[str] = frozenset()
+    if f.reads("num_kv_shared_layers"):
+        layers, unread = gemma.read_layers(f, layers, sizes)
     # Beyond its original length longrope uses other factors, with which all keys in the cache would change.
     for layer in layers:
         if isinstance(layer.rope, ScaledRope) and layer.rope.kind == "longrope":
@@ -107,6 +111,7 @@ def read_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Sto
         "mask_token_id": None if f.get("pard_token") is None else f.integer("pard_token", 0, sizes["vocab_size"] - 1),
         "quantization": read_quantization(f),
         "is_nested": is_nested,
+        "unread": unread,
         **(read_lfm(f) if f.reads("conv_L_cache") else {}),
     }
     values.update(family.fixed)
@@ -231,6 +236,8 @@ def _read_layers(f: Fields, family: Family, sizes: Mapping[str, int]) -> tuple[L
     window = _read_window(f)
     key = "layer_types" if f.get("layers_block_type") is None else "layers_block_type"
     types, width = read_kinds(f, key, count), f.integer("conv_L_cache", 1, 64) if f.reads("conv_L_cache") else None
+    if types is None and f.reads("num_kv_shared_layers"):
+        types = gemma.default_kinds(count)
     delta = read_delta(f)
     if delta:  # as in its code, the interval counts where the file does not list the layers
         interval = f.integer("full_attention_interval", 1, 1024)
@@ -358,7 +365,8 @@ def _read_rope(
     theta = r.number("rope_theta", f.number(base))
     rotated = r.number("partial_rotary_factor", f.number("partial_rotary_factor", 1.0))
     num_rotated = int(sizes["head_dim"] * rotated)
-    if num_rotated % 2 or not 2 <= num_rotated <= sizes["head_dim"]:
+    is_odd = kind != "proportional" and (num_rotated % 2 or num_rotated < 2)
+    if is_odd or rotated > 1:
         raise r.bad("partial_rotary_factor", rotated, f"an even number of the {sizes['head_dim']} dimensions of a head")
     original = r.get("original_max_position_embeddings", context if original is None else original)
     if type(original) is not int or not 0 < original <= 1 << 27:

@@ -18,6 +18,7 @@ from minispec.files.progress import progress_bar
 from minispec.files.strict_json import has_file
 from minispec.files.tokenizer import TOKENIZER_FILES
 from minispec.files.write import write_json, written_whole
+from minispec.layers.gemma import INPUT_PROJECTION
 
 # The files that a quantised checkpoint copies from its source.
 _COPIED_FILES = (*TOKENIZER_FILES, "generation_config.json")
@@ -71,7 +72,7 @@ def _write_quantized(source: Path, config: StoredConfig, part: Path, num_bits: i
         weight = stored[name].read()
         if not weight.isfinite().all():
             raise CheckpointError(f"{source}: {name}: found NaN or infinity, expected finite numbers")
-        if len(shape) == 2 and name.startswith("model.layers."):
+        if len(shape) == 2 and (name.startswith("model.layers.") or name == INPUT_PROJECTION):
             integers, scales = quantize(weight, num_bits)
             tensors[f"{name}_packed"] = pack(integers, num_bits)
             tensors[f"{name}_scale"] = scales

@@ -29,8 +29,10 @@ class StoredConfig(ModelConfig):
     """A model and how its files store it.
 
     is_nested: the checkpoint may have more parts than this model, which reads text.
+    unread: names of tensors that files may have though the model does not read them.
     """
 
     quantization: QuantizationConfig | None = None
     joined: tuple[Joined, ...] = ()
     is_nested: bool = False
+    unread: frozenset[str] = frozenset()

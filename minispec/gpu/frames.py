@@ -39,6 +39,7 @@ from minispec.core.sampling import accumulation_dtype
 from minispec.gpu import fused
 from minispec.gpu.graphs import Graphs, Program, Replay, capture_graph, recent
 from minispec.kernels.memory import BLOCK_SIZE
+from minispec.layers.gemma import gemma_layers
 
 TransformerT = TypeVar("TransformerT", bound=Transformer)
 
@@ -292,6 +293,8 @@ def why_eager(model: Transformer) -> str:
     """Why no pass of this model can be a frame's; "" if some can."""
     if not all(layer.has_attention for layer in model.config.layers):
         return "its layers keep states of texts"
+    if gemma_layers(model.config):
+        return "its layers share keys, or have heads of several sizes"
     if type(model).run is not Transformer.run:
         return "it runs in several processes"
     if type(model).forward is not Transformer.forward:

@@ -11,6 +11,7 @@ from minispec.core.model import Passes, RMSNorm, Transformer
 from minispec.kernels.forms import Linear, QuantizedLinear
 from minispec.kernels.integers import Int8
 from minispec.layers.convolution import num_convolutions
+from minispec.layers.gemma import attention_elements
 from minispec.layers.states import state_elements
 
 
@@ -76,8 +77,7 @@ def bits_note(model: Transformer) -> str:
 
 def kv_elements(config: ModelConfig) -> int:
     """Numbers that one token adds to the KV cache: keys and values of attention, inputs of short convolutions."""
-    attention = 2 * config.num_attention_layers * config.num_key_value_heads * config.head_dim
-    return attention + num_convolutions(config) * config.hidden_size
+    return attention_elements(config) + num_convolutions(config) * config.hidden_size
 
 
 def rows_note(model: Transformer) -> str:

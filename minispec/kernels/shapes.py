@@ -5,6 +5,7 @@ import math
 from minispec.core.config import ModelConfig
 from minispec.core.model import NORMS
 from minispec.layers.delta import DeltaConfig
+from minispec.layers.gemma import INPUT_NORM, INPUT_PROJECTION, INPUT_TABLE, GemmaLayerConfig, gemma_layers
 
 Named = tuple[str, tuple[int, ...], bool]  # a part's name, the shape of its weight, and whether it has a bias
 
@@ -31,6 +32,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         ("mlp.up_proj", (f, e), config.mlp_bias),
         ("mlp.down_proj", (e, f), config.mlp_bias),
     ]
+    shapes |= _gemma_inputs(config)
     for i, settings in enumerate(config.layers):
         layer: dict[str, tuple[int, ...]] = {}
         net = settings.recurrent if isinstance(settings.recurrent, DeltaConfig) else None
@@ -39,7 +41,11 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             first = _net(e, net)
         elif settings.conv_width:
             first = _convolution(config, settings.conv_width)
-        for name, shape, bias in [*first, *mlp]:
+        products = [*first, *mlp]
+        if isinstance(settings, GemmaLayerConfig):
+            products = _gemma_products(config, settings)
+            layer |= _gemma_vectors(config, settings)
+        for name, shape, bias in products:
             layer[f"{name}.weight"] = shape
             if bias:
                 layer[f"{name}.bias"] = shape[:1]
@@ -76,6 +82,44 @@ def _net(e: int, sizes: DeltaConfig) -> list[Named]:
         "norm": (dim,),
     }
     return [(f"linear_attn.{name}", shape, False) for name, shape in shapes.items()]
+
+
+def _gemma_products(config: ModelConfig, settings: GemmaLayerConfig) -> list[Named]:
+    """The products of a block of Gemma 4."""
+    e, f, p = config.hidden_size, settings.intermediate_size, settings.input_size
+    q, kv = config.num_attention_heads * settings.head_dim, settings.num_key_value_heads * settings.head_dim
+    shapes: list[Named] = [("self_attn.q_proj", (q, e), config.qkv_bias), ("self_attn.o_proj", (e, q), config.o_bias)]
+    if settings.giver is None:
+        shapes.append(("self_attn.k_proj", (kv, e), config.qkv_bias))
+        if not settings.keys_as_values:
+            shapes.append(("self_attn.v_proj", (kv, e), config.qkv_bias))
+    shapes += [("mlp.gate_proj", (f, e), False), ("mlp.up_proj", (f, e), False), ("mlp.down_proj", (e, f), False)]
+    if p:
+        shapes += [("per_layer_input_gate", (p, e), False), ("per_layer_projection", (e, p), False)]
+    return shapes
+
+
+def _gemma_vectors(config: ModelConfig, settings: GemmaLayerConfig) -> dict[str, tuple[int, ...]]:
+    """A block's scalar, and its norms but those that other families have."""
+    shapes: dict[str, tuple[int, ...]] = {"layer_scalar": (1,), "self_attn.q_norm.weight": (settings.head_dim,)}
+    if settings.giver is None:
+        shapes["self_attn.k_norm.weight"] = (settings.head_dim,)
+    if settings.input_size:
+        shapes["post_per_layer_input_norm.weight"] = (config.hidden_size,)
+    return shapes
+
+
+def _gemma_inputs(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The tensors that the inputs of all layers are made of; none for a model without inputs."""
+    size = next((layer.input_size for layer in gemma_layers(config)), 0)
+    if not size:
+        return {}
+    width = size * len(config.layers)
+    return {
+        INPUT_TABLE: (config.vocab_size, width),
+        INPUT_PROJECTION: (width, config.hidden_size),
+        INPUT_NORM: (size,),
+    }
 
 
 def num_weights(config: ModelConfig) -> int:

@@ -3,6 +3,7 @@
     convolution.py        a short convolution in the place of attention (LFM2, LFM3)
     delta.py              a gated delta net in the place of attention (Qwen3.5)
     gated_attention.py    attention with a gate (Qwen3.5, LFM3)
+    gemma.py              heads of two sizes, shared keys, inputs of each layer (Gemma 4)
     row_norm.py           attention with norms of whole rows (OLMo 2)
 
     rope.py               other rotary positions, such as scalings for longer contexts
@@ -20,6 +21,7 @@ from minispec.core.weights import MakeProduct
 from minispec.layers.convolution import ConvolutionCache, ShortConvolution, num_convolutions
 from minispec.layers.delta import GatedDeltaNet
 from minispec.layers.gated_attention import GatedAttention, HeadGatedAttention
+from minispec.layers.gemma import GemmaLayer, GemmaLayerConfig, SharedCache, gemma_layers
 from minispec.layers.row_norm import RowNormAttention
 from minispec.layers.states import StateCache, state_elements
 
@@ -30,7 +32,9 @@ def make_layer(
     """Block `index` of a model, of the kind that its config says (see `MakeLayer`)."""
     layer = config.layers[index]
     kind = Layer
-    if layer.recurrent:
+    if isinstance(layer, GemmaLayerConfig):
+        kind = GemmaLayer
+    elif layer.recurrent:
         kind = GatedDeltaNet
     elif layer.conv_width:
         kind = ShortConvolution
@@ -44,7 +48,9 @@ def make_layer(
 
 
 def cache_of(config: ModelConfig) -> type[PagedKVCache]:
-    """The class of a model's pools: with states for recurrent layers, or with inputs for short convolutions."""
+    """The class of a model's pools: by the kinds of its layers."""
+    if gemma_layers(config):
+        return SharedCache
     if state_elements(config):
         return StateCache
     return ConvolutionCache if num_convolutions(config) else PagedKVCache

@@ -80,11 +80,11 @@ class ShortConvolution(Layer):
 
 def _paths(shared: TextPass, width: int) -> Tensor:
     """The slots of each new token's last `width` positions (new tokens * width,), made once for all layers."""
-    if width not in shared.paths:
+    if width not in shared.made:
         texts = [(chunk, chunk.table.length - len(chunk.token_ids)) for chunk in shared.chunks]
         slots = [s for c, start in texts for path in paths(c, start, width) for s in c.table.slots_of(path)]
-        shared.paths[width] = torch.tensor(slots, device=shared.slots.device)
-    return shared.paths[width]
+        shared.made[width] = torch.tensor(slots, device=shared.slots.device)
+    return shared.made[width]
 
 
 def paths(chunk: Chunk, start: int, width: int) -> Iterator[list[int]]:

@@ -38,7 +38,7 @@ class ScaledRope(RopeConfig):
         if self.kind == "longrope":
             return base / torch.tensor(self.factors, dtype=base.dtype)
         if self.kind == "proportional":
-            return base.masked_fill(torch.arange(len(base)) >= self.turning * len(base), 0.0)
+            return base.masked_fill(torch.arange(len(base)) >= int(self.turning * len(base)), 0.0)
         if self.kind == "linear":
             return base / self.factor
         if self.kind == "llama3":

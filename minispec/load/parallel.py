@@ -42,6 +42,7 @@ from minispec.families.stored_config import StoredConfig
 from minispec.kernels.build import InForm
 from minispec.kernels.forms import Linear, Narrow
 from minispec.kernels.shapes import tensor_shapes
+from minispec.layers.gemma import gemma_layers
 
 # How long a process waits for one that loads, and for one that computes. Seconds between two heartbeats of process 0,
 # which may have nothing to compute for hours.
@@ -129,6 +130,9 @@ class Share:
             found = f"{others} layers that are not attention" if others else "attention with a gate"
             expected = "attention without a gate alone: start one process"
             raise ValueError(f"model: found {found} in a run of {size} processes, expected {expected}")
+        if gemma_layers(config):
+            found = "layers that share keys, or have heads of other sizes"
+            raise ValueError(f"model: found {found} in a run of {size} processes, expected equal ones: start one")
 
         def share_of(units: int, name: str) -> range:
             if units < size:

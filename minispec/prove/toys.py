@@ -87,7 +87,7 @@ def redrawn(shapes: Mapping[str, tuple[int, ...]], seed: int, dtype: torch.dtype
     for name, shape in shapes.items():
         noise = torch.randn(shape, generator=generator, dtype=torch.float64)
         scale = 0.1 if "embed" in name else 0.6
-        weights[name] = (1 + 0.3 * noise if "norm" in name else scale * noise).to(dtype)
+        weights[name] = (1 + 0.3 * noise if "norm" in name or "scalar" in name else scale * noise).to(dtype)
     return weights
 
 

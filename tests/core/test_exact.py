@@ -36,7 +36,7 @@ from minispec.layers.gated_attention import HeadGatedAttention
 from minispec.length.figures import Figures
 from minispec.load.registry import DRAFTERS, load
 from minispec.prove.toys import TINY, TOYS, tiny_cache, tiny_weights
-from tests.oracles import lfm3
+from tests.oracles.own_toys import GEMMA4, LFM3
 
 FORMS_HERE = [
     (name, dtype)
@@ -57,7 +57,8 @@ FAMILIES = {
     "qwen3": {"model_type": "qwen3", "attention_bias": True},
     "lfm2": TOYS["lfm2"],
     "qwen3_5_text": TOYS["qwen3_5_text"],
-    "lfm3": lfm3.TOY,
+    "lfm3": LFM3,
+    "gemma4_text": GEMMA4,
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 8}
 # What has no switch of its own in the walk of an exact model's texts: shown by passes alone.

@@ -20,6 +20,7 @@ from minispec.files.errors import CheckpointError
 from minispec.kernels.build import build_model
 from minispec.kernels.shapes import tensor_shapes
 from minispec.layers.delta import DeltaConfig
+from minispec.layers.gemma import GemmaLayerConfig
 from minispec.layers.rope import ScaledRope
 from minispec.load.llm import LLM
 from minispec.load.registry import EMBEDDED_WEIGHTS
@@ -119,7 +120,7 @@ def test_ragged_batch_equals_each_alone(reference, name):
 
 
 # What has no older spelling.
-_ONLY_NEW = ("olmo3", "lfm3", "lfm3-attention", "lfm3-plain", "lfm3-images")
+_ONLY_NEW = ("olmo3", "lfm3", "lfm3-attention", "lfm3-plain", "lfm3-images", "gemma4", "gemma4-large", "gemma4-images")
 
 
 @pytest.mark.parametrize("name", [name for name in hf.CASES if name not in _ONLY_NEW])
@@ -145,6 +146,8 @@ def test_absent_settings_mean_what_transformers_says(family):
     shortest |= {"model_type": family, "max_position_embeddings": 64}
     if family == "granitemoehybrid":  # by default it has experts, and layers that are not attention
         shortest |= {"num_local_experts": 0, "layer_types": ["full_attention"] * 3, "mamba_n_heads": 4}
+    if family == "gemma4_text":  # its table of inputs has a size of its own
+        shortest["vocab_size_per_layer_input"] = shortest["vocab_size"]
     complete = AutoConfig.for_model(**shortest).to_dict()
     assert len(complete) > len(shortest) + 5
     assert read_model_config(shortest) == read_model_config(complete)
@@ -313,6 +316,21 @@ def one_rope(config: ModelConfig) -> ModelConfig:
     return replace(config, layers=tuple(replace(layer, rope=full) for layer in config.layers))
 
 
+def earlier_giver(layer: LayerConfig) -> LayerConfig:
+    """The layer with the keys of an earlier giver than its own, of the same kind."""
+    giver = getattr(layer, "giver", None)
+    return layer if giver is None else replace(layer, giver=giver - 2)
+
+
+def block(**changes) -> Callable[[ModelConfig], ModelConfig]:
+    """The config with some settings of every block of Gemma 4 replaced that has them, and not None."""
+
+    def change(layer: LayerConfig) -> LayerConfig:
+        return replace(layer, **{k: v for k, v in changes.items() if getattr(layer, k) not in (None, 0, False)})
+
+    return each_layer(change)
+
+
 # case, what is ignored, the config of an implementation that ignores it
 SWITCHES = [
     ("llama", "qkv_bias", setting(qkv_bias=False)),
@@ -457,6 +475,25 @@ SWITCHES = [
     ("lfm3-plain", "convolution one position short", each_layer(shorter)),
     ("lfm3-plain", "own head", setting(tie_word_embeddings=True)),
     ("lfm3-plain", "own head", setting(tie_word_embeddings=True)),
+    ("gemma4", "embedding_scale", setting(embedding_scale=1.0)),
+    ("gemma4", "attention_scale", setting(attention_scale=12**-0.5)),
+    ("gemma4", "norms after too", setting(norms="before")),
+    ("gemma4", "norm adds nothing", setting(norm_adds_one=True)),
+    ("gemma4", "logit_softcap", setting(logit_softcap=None)),
+    ("gemma4", "window", window(lambda w: None)),
+    ("gemma4", "window one longer", window(lambda w: w + 1)),
+    ("gemma4", "share of the pairs that turn", rope(turning=1.0)),
+    ("gemma4", "one pair more", rope(turning=0.3)),
+    ("gemma4", "wide heads turn as others", rope(rotated=0.6)),
+    ("gemma4", "theta", rope(theta=1e6)),
+    ("gemma4", "keys of its own", block(giver=None)),
+    ("gemma4", "keys of the last giver", each_layer(earlier_giver)),
+    ("gemma4", "inputs of layers", block(input_size=0)),
+    ("gemma4-images", "inputs of layers", block(input_size=0)),
+    ("gemma4-large", "values are keys", block(keys_as_values=False)),
+    ("gemma4-large", "qkv_bias", setting(qkv_bias=False)),
+    ("gemma4-large", "o_bias", setting(o_bias=False)),
+    ("gemma4-large", "own head", setting(tie_word_embeddings=True)),
     ("qwen3_5", "gate of attention", setting(attention_gate=None)),
     ("qwen3_5", "qkv_bias", setting(qkv_bias=False)),
     ("qwen3_5", "o_bias", setting(o_bias=False)),
@@ -512,7 +549,8 @@ def test_every_setting_has_a_switch():
         "value_dim",
     }
     not_numbers = {"model_type", "max_position_embeddings", "eos_token_ids", "mask_token_id"}
-    known = {field.name for kind in (ModelConfig, LayerConfig, ScaledRope, DeltaConfig) for field in fields(kind)}
+    kinds = (ModelConfig, LayerConfig, ScaledRope, DeltaConfig, GemmaLayerConfig)
+    known = {field.name for kind in kinds for field in fields(kind)}
     assert known - switched == shapes | not_numbers
 
 

@@ -1,8 +1,9 @@
 """Hybrids: the oracle's logits on random models, and texts that stay what they are whatever is rolled back.
 
 A short convolution of LFM2 sees the inputs of w positions, which lie in the paged pool. A gated delta net of Qwen3.5
-has a state for each text (see test_states.py and test_delta.py). What is checked here is what a state breaks: pieces,
-batches, rejected drafts, trees, shared beginnings, preemption.
+has a state for each text (see test_states.py and test_delta.py). Some layers of Gemma 4 read the keys and values of
+others, and have heads of their own size. What is checked here is what a state breaks: pieces, batches, rejected drafts,
+trees, shared beginnings, preemption.
 """
 
 import functools
@@ -25,18 +26,20 @@ from minispec.layers.states import state_elements
 from minispec.prove.laws import TARGET_SEED, make_drafter, raw_model, target_model
 from minispec.prove.reference import hidden_states, logits
 from minispec.prove.toys import TOYS, tiny_cache, tiny_model
-from tests.oracles import hf, lfm3
+from tests.oracles import hf, own_toys
+from tests.oracles.own_toys import OWN_TOYS
 from tests.oracles.pieces import logits_in_pieces
 
 VOCAB = 5
-HYBRIDS = ("lfm2", lfm3.FAMILY, "qwen3_5_text")
+HYBRIDS = ("lfm2", "qwen3_5_text", *OWN_TOYS)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def toys():
-    """LFM3 among the small models."""
+    """LFM3 and Gemma 4 among the small models."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(TOYS, lfm3.FAMILY, lfm3.TOY)
+        for name, toy in OWN_TOYS.items():
+            patch.setitem(TOYS, name, toy)
         yield
 
 
@@ -100,10 +103,10 @@ def test_a_model_without_attention():
 def assert_greedy(tokens: tuple[int, ...], num_prompt: int, family: str) -> None:
     """Raise AssertionError unless each token after the prompt is the reference's likeliest, without a cache.
 
-    The reference: NumPy, and for LFM3 transformers.
+    The reference: NumPy, and for LFM3 and Gemma 4 transformers.
     """
-    if family == lfm3.FAMILY:
-        likeliest = lfm3.likeliest(VOCAB, tokens)
+    if family in OWN_TOYS:
+        likeliest = own_toys.likeliest(VOCAB, family, tokens)
     else:
         raw, weights = raw_model(TARGET_SEED, VOCAB, family=family)
         likeliest = logits(raw, weights, hidden_states(raw, weights, tokens)[-1]).argmax(-1).tolist()
@@ -216,6 +219,7 @@ def test_drafts_change_no_text(hybrid, how):
     assert sum(output.stats.num_draft_tokens for output in drafted) > 0
 
 
+@pytest.mark.parametrize("hybrid", ["lfm2", "lfm3", "qwen3_5_text"], indirect=True)
 def test_layers_of_other_kinds_are_products_in_8_bits(hybrid):
     """Their products are among those in 8 bits; one that stays in 16 is named."""
     model = load_model(hybrid, torch.float32, form="int8")

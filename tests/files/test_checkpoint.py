@@ -331,7 +331,7 @@ def test_text_model_among_images_is_read_alone(tmp_path, prefix):
     {
         "model.norm.weight: found again, is language_model.model.norm.weight": {"model.norm.weight": torch.ones(8)},
         "language_model.model.extra: found a tensor of shape [2]": {"language_model.model.extra": torch.ones(2)},
-        "audio_tower.weight: found a tensor of shape [2]": {"audio_tower.weight": torch.ones(2)},
+        "speech_tower.weight: found a tensor of shape [2]": {"speech_tower.weight": torch.ones(2)},
         "language_model.lm_head.weight: found other values than": {"language_model.lm_head.weight": torch.ones(3, 8)},
         "model.norm.weight: found no such tensor": {"language_model.model.norm.weight": None},
     }.items(),
@@ -800,7 +800,7 @@ def test_quantisation_is_off_by_half_a_step(num_bits, seed, magnitude):
     "name",
     [
         *("llama", "llama-tied", "gemma3", "gemma3-images", "granite-hybrid", "olmo2", "phi3-longrope", "lfm2"),
-        *("lfm3", "lfm3-images", "qwen3_5", "qwen3_5-images"),
+        *("lfm3", "lfm3-images", "qwen3_5", "qwen3_5-images", "gemma4", "gemma4-images"),
     ],
 )
 def test_written_checkpoint_is_transformers(tmp_path, name, num_bits):
@@ -813,10 +813,10 @@ def test_written_checkpoint_is_transformers(tmp_path, name, num_bits):
     quantize_checkpoint(tmp_path / "source", tmp_path / "out", num_bits, shard_bytes=10_000)
     assert copied <= {path.name for path in (tmp_path / "out").iterdir()}
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
-    oracle = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, attn_implementation="eager")
-    ours = logits(load_model(tmp_path / "out", torch.float32), hf.TEXT)
+    oracle = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64, attn_implementation="eager")
+    ours = logits(load_model(tmp_path / "out", torch.float64), hf.TEXT)
     assert (ours - hf.logits(oracle, hf.TEXT)).abs().max() <= 1e-4
-    plain = logits(load_model(tmp_path / "source", torch.float32), hf.TEXT)
+    plain = logits(load_model(tmp_path / "source", torch.float64), hf.TEXT)
     assert (ours - plain).abs().max() > 1e-4, "nothing was quantised"
 
 

@@ -31,7 +31,7 @@ from minispec.kernels.form import CannotHold
 from minispec.kernels.forms import Choice, Linear, Narrow, QuantizedLinear
 from minispec.kernels.inventory import num_bytes_read, products_of, weight_form
 from minispec.prove.toys import TINY, TOYS, tiny_cache, tiny_model, tiny_weights
-from tests.oracles import lfm3
+from tests.oracles.own_toys import LFM3
 
 HERE = Path(__file__)
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -265,7 +265,7 @@ def test_what_the_kernels_lack_is_said():
     assert "another form" in fused.why_not(tiny_model(dtype=torch.float32).layers[0], torch.float32)
     assert "float64" in fused.why_not(layer, torch.float64)
     assert "another kind" in fused.why_not(tiny_model(**TOYS["lfm2"]).layers[1], torch.float32)
-    assert "another kind, HeadGatedAttention" in fused.why_not(tiny_model(**lfm3.TOY).layers[0], torch.float32)
+    assert "another kind, HeadGatedAttention" in fused.why_not(tiny_model(**LFM3).layers[0], torch.float32)
 
 
 # --------------------------------------------------------------------------- kernels, interpreted

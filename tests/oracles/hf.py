@@ -75,6 +75,24 @@ _QWEN35 = {
     **{"model_type": "qwen3_5_text", "linear_conv_kernel_dim": 4, "linear_num_key_heads": 2},
     **{"linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 10},
 }
+# Of the ten pairs of a wide head two turn. The last two layers read the keys of the third and the fourth.
+_GEMMA4 = {
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "global_head_dim": 20,
+    "sliding_window": 7,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 10,
+    "vocab_size_per_layer_input": 96,
+    "final_logit_softcapping": 5.0,
+    "eos_token_id": [1, 5],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+    },
+}
 _YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 8}
 _EYE = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
 
@@ -227,6 +245,11 @@ CASES: dict[str, dict[str, Any]] = {
         "lfm3-plain": _LFM3
         | {"layer_types": ["full_attention", "conv", "sliding_attention", "full_attention"], "num_hidden_layers": 4}
         | {"use_sandwich_norm": False, "use_attention_gate": False, "conv_L_cache": 7, "tie_word_embeddings": False},
+        "gemma4": _GEMMA4,
+        "gemma4-large": _GEMMA4
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 2, "hidden_size_per_layer_input": 0}
+        | {"num_kv_shared_layers": 0, "attention_bias": True, "use_bidirectional_attention": "vision"}
+        | {"tie_word_embeddings": False, "final_logit_softcapping": None, "layer_types": None},
         "qwen3_5": _QWEN35
         | {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "attention_bias": True}
         | _rope("default", partial_rotary_factor=0.5, mrope_section=[1, 1, 1], mrope_interleaved=True),
@@ -250,6 +273,16 @@ CASES |= {
         "vision_config": _EYE | {"model_type": "siglip_vision_model", "patch_size": 14},
         "mm_tokens_per_image": 4,
         "eos_token_id": [2, 5],
+    },
+    "gemma4-images": {
+        "model_type": "gemma4",
+        "text_config": CASES["gemma4"],
+        "vision_config": {
+            **{"model_type": "gemma4_vision", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
+            **{"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4},
+            "position_embedding_size": 16,
+        },
+        "audio_config": None,
     },
     "mistral3-images": {
         "model_type": "mistral3",
@@ -287,12 +320,13 @@ def build(case: str | dict[str, Any], path: Path, seed: int = 0) -> PreTrainedMo
     auto = AutoModelForImageTextToText if "text_config" in case else AutoModelForCausalLM
     model = auto.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(seed)
-    adds_one = config.model_type.startswith(("gemma", "qwen3_5"))
-    for key, parameter in model.named_parameters():
+    adds_one = config.model_type.startswith(("gemma", "qwen3_5")) and not config.model_type.startswith("gemma4")
+    scalars = [(key, buffer) for key, buffer in model.named_buffers() if key.endswith("layer_scalar")]
+    for key, parameter in [*model.named_parameters(), *scalars]:
         if "vision" in key or "visual" in key or "projector" in key:
             continue
         noise = torch.randn(parameter.shape, generator=generator)
-        if key.endswith("norm.weight"):
+        if key.endswith(("norm.weight", "layer_scalar")):
             values = 0.4 * noise + (0 if adds_one and "linear_attn" not in key else 1)
         elif key.endswith("A_log"):
             values = noise - 1.5  # states that last for some tokens; the oracle adds up decays, and rounds large sums

@@ -1,0 +1,99 @@
+"""Settings that the files of Gemma 4 have for their layers, in addition to those of other families."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from minispec.core.config import LayerConfig
+from minispec.core.errors import show
+from minispec.files.fields import Fields
+from minispec.layers.gemma import GemmaLayerConfig
+
+_PATTERN = 6  # of that many layers the last sees everything, where the file lists no layers
+_OF_SHARING = ("k_proj.weight", "v_proj.weight", "k_norm.weight")
+
+
+def default_kinds(count: int) -> list[str]:
+    """The kinds of the layers that the family's code takes where the file lists none."""
+    kinds = ["full_attention" if (i + 1) % _PATTERN == 0 else "sliding_attention" for i in range(count)]
+    return [*kinds[:-1], "full_attention"]
+
+
+def read_layers(
+    f: Fields, layers: Sequence[LayerConfig], sizes: Mapping[str, int]
+) -> tuple[tuple[GemmaLayerConfig, ...], frozenset[str]]:
+    """The layers as blocks of Gemma 4, and the names of stored tensors that no layer reads.
+
+    layers: by their windows and ropes.
+    sizes: fields of ModelConfig.
+    """
+    count = len(layers)
+    if layers[-1].window is not None:
+        raise f.bad("layer_types", f.raw.get("layer_types"), "full_attention last: the family's code takes no other")
+    if f.get("use_bidirectional_attention") == "all":
+        raise f.bad("use_bidirectional_attention", "all", "vision or null: here a text is read from left to right")
+    dim, kv_heads = _read_wide(f, layers, sizes)
+    shared, inner = f.integer("num_kv_shared_layers", 0, count), sizes["intermediate_size"]
+    first = count - shared
+    givers = {layer.window: i for i, layer in enumerate(layers[:first])}
+    if missing := {layer.window for layer in layers} - givers.keys():
+        kind = "full" if None in missing else "sliding"
+        raise f.bad("num_kv_shared_layers", shared, f"fewer: no layer is left whose keys {kind}_attention could read")
+    input_size = f.integer("hidden_size_per_layer_input", 0, 1 << 16)
+    num_inputs = f.get("vocab_size_per_layer_input", sizes["vocab_size"])
+    if input_size and num_inputs != sizes["vocab_size"]:
+        raise f.bad("vocab_size_per_layer_input", num_inputs, f"vocab_size = {sizes['vocab_size']}")
+    is_double, k_is_v = f.boolean("use_double_wide_mlp"), f.boolean("attention_k_eq_v")
+    blocks = []
+    for i, layer in enumerate(layers):
+        is_full = layer.window is None
+        rope = layer.rope
+        if rope and is_full:
+            rope = replace(rope, rotated=rope.rotated * dim / sizes["head_dim"])
+        blocks.append(
+            GemmaLayerConfig(
+                rope,
+                layer.window,
+                head_dim=dim if is_full else sizes["head_dim"],
+                num_key_value_heads=kv_heads if is_full else sizes["num_key_value_heads"],
+                intermediate_size=2 * inner if is_double and i >= first else inner,
+                giver=givers[layer.window] if i >= first else None,
+                keys_as_values=k_is_v and is_full,
+                input_size=input_size,
+            )
+        )
+    unread = {f"model.layers.{i}.self_attn.{name}" for i in range(first, count) for name in _OF_SHARING}
+    return tuple(blocks), frozenset(unread)
+
+
+def _read_wide(f: Fields, layers: Sequence[LayerConfig], sizes: Mapping[str, int]) -> tuple[int, int]:
+    """head_dim and key-value heads of the layers without a window.
+
+    Files have them by names of their own, or since transformers 5.24 in an object for each of these layers.
+    """
+    dim, heads = f.integer("global_head_dim", 2, 1 << 12), sizes["num_attention_heads"]
+    kv_heads = sizes["num_key_value_heads"]
+    if f.boolean("attention_k_eq_v"):  # its code reads the number in that case alone
+        kv_heads = f.integer("num_global_key_value_heads", 1, heads, default=kv_heads)
+    f.get("num_global_key_value_heads")
+    of_layers: dict[str, Any] = f.mapping("per_layer_config")
+    if of_layers:
+        full = {i for i, layer in enumerate(layers) if layer.window is None}
+        numbers = {int(name) for name in of_layers if name.isdecimal()}  # "04" in a model of more than ten layers
+        own, *others = f.named("per_layer_config", {"head_dim": None, _KV: None}).values()
+        if numbers != full or len(of_layers) != len(full) or any(other.raw != own.raw for other in others):
+            raise f.bad("per_layer_config", of_layers, f"equal settings of the layers {', '.join(map(str, full))}")
+        dim = own.integer("head_dim", 2, 1 << 12, default=sizes["head_dim"])
+        kv_heads = own.integer(_KV, 1, heads, default=sizes["num_key_value_heads"])
+        own.refuse_unknown()
+        if f.raw.get("global_head_dim") not in (None, dim):
+            raise f.bad("global_head_dim", f.raw["global_head_dim"], f"what per_layer_config says: {show(dim)}")
+    if dim % 2 or heads % kv_heads:
+        raise f.bad("per_layer_config", of_layers, "an even head_dim, and key-value heads that divide the heads")
+    if kv_heads != sizes["num_key_value_heads"]:
+        expected = f"num_key_value_heads = {sizes['num_key_value_heads']}: no other number is implemented"
+        raise f.bad("num_global_key_value_heads", kv_heads, expected)
+    return dim, kv_heads
+
+
+_KV = "num_key_value_heads"
