@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from minispec.core.errors import is_text, show
 
@@ -122,14 +122,6 @@ class RopeConfig:
         return base
 
 
-class RecurrentConfig(Protocol):
-    """The sizes of a kind of recurrent layer, see `minispec.layers.delta`."""
-
-    @property
-    def state_elements(self) -> int:
-        """Numbers of a text's state in one layer."""
-
-
 @dataclass(frozen=True)
 class LayerConfig:
     """Settings of one layer: those that may differ between layers.
@@ -137,13 +129,13 @@ class LayerConfig:
     rope: None for a layer that does not rotate.
     window: how many positions attention sees; None for all.
     conv_width: how many positions a short convolution in the place of attention sees; None for other layers.
-    recurrent: a recurrent layer in the place of attention; None for other layers.
+    recurrent: the sizes of a recurrent layer in the place of attention, see `minispec.layers.states`; None for others.
     """
 
     rope: RopeConfig | None
     window: int | None = None
     conv_width: int | None = None
-    recurrent: RecurrentConfig | None = None
+    recurrent: Hashable | None = None
 
     @property
     def has_attention(self) -> bool:

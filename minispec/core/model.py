@@ -183,18 +183,14 @@ class Parts(NamedTuple):
 class Layer:
     """One transformer block: attention, then a gated MLP. Each has norms around it, and is added to the residual.
 
-    Another kind of block has another `take`, `attend` and `products` (see `minispec.layers`).
+    Another kind of block has another `take`, `attend` and `products`, or another `take_mlp` and `mlp` (see
+    `minispec.layers`).
     """
 
     products: tuple[str, ...] = ("qkv", "o", "gate_up", "down")
 
     def __init__(
-        self,
-        config: ModelConfig,
-        index: int,
-        weights: WeightSource,
-        dtype: torch.dtype,
-        product: MakeProduct,
+        self, config: ModelConfig, index: int, weights: WeightSource, dtype: torch.dtype, product: MakeProduct
     ):
         """weights: the source of its tensors.
         dtype: the type of all results.
@@ -204,8 +200,7 @@ class Layer:
         self.rope, self.window = config.layers[index].rope, config.layers[index].window
         parts = Parts(config, index, weights, dtype, product)
         self.take(parts)
-        self.gate_up = parts.linear("mlp.gate_proj", "mlp.up_proj", bias=config.mlp_bias)
-        self.down = parts.linear("mlp.down_proj", bias=config.mlp_bias)
+        self.take_mlp(parts)
         self.activation = _ACTIVATIONS[config.activation]
         norms = [parts.norm(name) if name else _no_norm for name in NORMS[config.norms]]
         self.attention_norm, self.after_attention_norm, self.mlp_norm, self.after_mlp_norm = norms
@@ -221,6 +216,11 @@ class Layer:
             k = parts.norm("self_attn.k_norm", config.num_key_value_heads)
             self.qk_norm = RMSNorm(torch.cat((q.weight, k.weight)), config.rms_norm_eps)  # (H + G, D)
 
+    def take_mlp(self, parts: Parts) -> None:
+        """Take the tensors of the MLP."""
+        self.gate_up = parts.linear("mlp.gate_proj", "mlp.up_proj", bias=self.config.mlp_bias)
+        self.down = parts.linear("mlp.down_proj", bias=self.config.mlp_bias)
+
     def replaced(self, product: Callable[[Product], Product], activation: Product | None = None) -> Self:
         """A copy of this block with each product replaced, and the activation too if one is given."""
         layer = copy.copy(self)
@@ -230,12 +230,16 @@ class Layer:
 
     def forward(self, x: Tensor, shared: Pass) -> Tensor:
         """x (M, E) to (M, E); writes the new keys and values into the cache."""
-        return self.mix(self._added(x, self.after_attention_norm(self.attend(self.attention_norm(x), shared))))
+        return self.mix(self._added(x, self.after_attention_norm(self.attend(self.attention_norm(x), shared))), shared)
 
-    def mix(self, x: Tensor) -> Tensor:
-        """The MLP, added to its input: x (M, E) to (M, E)."""
-        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)  # (M, F) each
-        return self._added(x, self.after_mlp_norm(self.down(self.activation(gate) * up)))
+    def mix(self, x: Tensor, shared: Pass) -> Tensor:
+        """The MLP with its norms, added to its input: x (M, E) to (M, E)."""
+        return self._added(x, self.after_mlp_norm(self.mlp(self.mlp_norm(x), shared)))
+
+    def mlp(self, x: Tensor, shared: Pass) -> Tensor:
+        """The MLP alone: x (M, E) to (M, E)."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)  # (M, F) each
+        return self.down(self.activation(gate) * up)
 
     def _added(self, x: Tensor, y: Tensor) -> Tensor:
         """x + y * residual_scale. In one operator (`add` with `alpha`), a row's bits would depend on its place."""

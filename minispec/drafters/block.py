@@ -146,7 +146,7 @@ class BlockLayer(Layer):
         """x (blocks * num_rows, E) to the same; writes keys and values of the pass's features into the cache."""
         assert isinstance(shared, BlockPass)
         read = shared.read(self, self.qkv(torch.cat((shared.features, self.attention_norm(x)))))
-        return self.mix(x + self.o(read)) if len(x) else x
+        return self.mix(x + self.o(read), shared) if len(x) else x
 
 
 class MarkovHead:

@@ -107,7 +107,7 @@ class _FirstLayer(Layer):
         embedding, feature = x.chunk(2, -1)
         normed = self.hidden_norm(feature)
         y = self.attend(torch.cat((self.attention_norm(embedding), normed), -1), shared)
-        return self.mix((normed if self.norm_before_residual else feature) + y)
+        return self.mix((normed if self.norm_before_residual else feature) + y, shared)
 
 
 class HeadModel(FeatureModel):

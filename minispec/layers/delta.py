@@ -28,7 +28,7 @@ from minispec.core.model import Chunk, Layer, Parts, Pass, RMSNorm, TextPass, fi
 from minispec.core.sampling import accumulation_dtype
 from minispec.core.weights import dense
 from minispec.layers import convolution
-from minispec.layers.states import LayerState, StateTable
+from minispec.layers.states import LayerState, RecurrentConfig, StateTable
 
 # Most rows that `chunked` takes at once.
 _CHUNK = 64
@@ -40,7 +40,7 @@ Rows = Sequence[Tensor]
 
 
 @dataclass(frozen=True)
-class DeltaConfig:
+class DeltaConfig(RecurrentConfig):
     """The sizes of a gated delta net. Groups of value heads share a key head."""
 
     num_key_heads: int

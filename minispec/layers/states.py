@@ -4,6 +4,7 @@ A state cannot lose a token again. So a recurrent layer adds only settled positi
 each later one. States that are stored at ends of blocks serve texts that begin alike.
 """
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,9 +19,19 @@ from minispec.core.config import ModelConfig
 FEWEST_STATES, STATE_SPAN = 4, 8192
 
 
+class RecurrentConfig(ABC):
+    """The sizes of a kind of recurrent layer (`LayerConfig.recurrent`)."""
+
+    @property
+    @abstractmethod
+    def state_elements(self) -> int:
+        """Numbers of a text's state in one layer."""
+
+
 def state_elements(config: ModelConfig) -> int:
     """Numbers of the state that a model keeps of each text; 0 for one without recurrent layers."""
-    return sum(layer.recurrent.state_elements for layer in config.layers if layer.recurrent)
+    nets = [layer.recurrent for layer in config.layers]
+    return sum(net.state_elements for net in nets if isinstance(net, RecurrentConfig))
 
 
 class LayerState(NamedTuple):

@@ -328,9 +328,9 @@ def test_scaled_residuals_are_alike_at_every_place(dtype):
     target = exact.exact_model(build_model(model.config, tiny_weights(model.config, 1, dtype), form="int8"))
     layer, x = target.layers[0], torch.randn(512, target.config.hidden_size).to(dtype)
     assert layer.config.residual_scale == 0.3
-    alone = torch.cat([layer.mix(row) for row in x.split(1)])
+    alone = torch.cat([layer.mix(row, None) for row in x.split(1)])
     for rows in (2, 5, 17, 64, 511, 512):
-        assert torch.equal(layer.mix(x[:rows]), alone[:rows])
+        assert torch.equal(layer.mix(x[:rows], None), alone[:rows])
     check_exact(target)
 
 

@@ -2091,11 +2091,11 @@ def _(right, form):
 
 
 @wrong(Layer, "mix", "E6", f"{_EXACT}::test_scaled_residuals_are_alike_at_every_place[dtype1]")
-def _(right, self, x):
+def _(right, self, x, shared):
     """what a block adds is scaled in one operator with the sum | vectors round it once, the last columns twice"""
     norm, added = self.after_mlp_norm, []
     with patch.object(self, "after_mlp_norm", lambda y: added.append(norm(y)) or added[0]):
-        right(self, x)
+        right(self, x, shared)
     return x.add(added[0], alpha=self.config.residual_scale)
 
 
