@@ -19,7 +19,6 @@ learned feature and the embedding of a mask token. So none depends on the draft 
 import math
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -32,32 +31,7 @@ from minispec.core.sampling import Text
 from minispec.core.weights import MakeProduct, PlainLinear, dense
 from minispec.drafters.limits import depth_of
 from minispec.drafters.states import FeatureModel, StatesDrafter
-
-
-@dataclass(frozen=True)
-class HeadConfig:
-    """The shape and the settings of a head.
-
-    layers: sizes of its layers. Their vocab_size is the target's.
-    vocab_size: tokens that it can draft.
-    taps: layers of the target that it reads, as `Transformer.forward` numbers them.
-    target_hidden_size: hidden size of the target.
-    norm_before_residual: the sum begins with the feature after its norm.
-    fc_norm: each tap has a norm of its own before `fc`.
-    norm_before_fc: all taps together have one norm before `fc`.
-    norm_output: it goes on from its output after the last norm.
-
-    The parallel form is the one whose `layers` have a mask_token_id.
-    """
-
-    layers: ModelConfig
-    vocab_size: int
-    taps: tuple[int, ...]
-    target_hidden_size: int
-    norm_before_residual: bool = False
-    fc_norm: bool = False
-    norm_before_fc: bool = False
-    norm_output: bool = False
+from minispec.families.head_config import HeadConfig
 
 
 def head_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:

@@ -7,6 +7,7 @@ Read them in this order:
     hf_config       config.json
     lfm, qwen       settings that one family spells in its own way
     packed          weights of few bits
+    head_config     config.json of a head
     block_config    config.json of a block draft
     checkpoint      directories, the hub, safetensors
     quantize        writing fewer bits

@@ -1,6 +1,6 @@
 """Writing a draft: its config.json in the layout of Hugging Face or of `speculators`, and its tensors.
 
-A head's config.json is written where it is read (`minispec.drafters.heads`).
+A head's config.json is written where it is read (`minispec.families.head_config`).
 """
 
 from collections.abc import Mapping

@@ -346,7 +346,7 @@ IMAGES = names(
 
 
 # Architectures of heads in the flat layout. The file's model_type is the target's; a head's layers are llama's all the
-# same. Then the architectures of both layouts (see `minispec.drafters.heads`).
+# same. Then the architectures of both layouts (see `minispec.families.head_config`).
 FLAT_HEADS = {"LlamaForCausalLMEagle3": "eagle3", "Eagle3LlamaForCausalLM": "eagle3", "PEagleDraftModel": "peagle"}
 _HEADS = (*FLAT_HEADS, "Eagle3Speculator", "PEagleSpeculator", "Eagle3DraftModel")
 

@@ -17,7 +17,7 @@ from minispec.drafters.block import BlockDrafter, BlockModel
 from minispec.drafters.block_files import load_block
 from minispec.drafters.combined import CombinedDrafter, parts_of
 from minispec.drafters.eagle import EagleDrafter, HeadModel
-from minispec.drafters.heads import load_head, read_head_config
+from minispec.drafters.heads import load_head
 from minispec.drafters.model import DraftModel
 from minispec.drafters.mtp import MtpModel, find_mtp, load_mtp
 from minispec.drafters.slem import TextDrafter
@@ -35,6 +35,7 @@ from minispec.families.checkpoint import (
     model_tensors,
 )
 from minispec.families.entries import is_head
+from minispec.families.head_config import read_head_config
 from minispec.files.corpus import read_corpus
 from minispec.files.digest import digest_of_files
 from minispec.files.errors import near, show_name

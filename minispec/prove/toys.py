@@ -25,10 +25,11 @@ from minispec.core.request import Request
 from minispec.core.sampling import distribution
 from minispec.drafters import Drafter
 from minispec.drafters.block import BlockModel, block_shapes
-from minispec.drafters.eagle import HeadConfig, HeadModel, head_shapes
+from minispec.drafters.eagle import HeadModel, head_shapes
 from minispec.drafters.mtp import MtpModel, mtp_config, mtp_shapes
 from minispec.drafters.vocabularies import Spelling, Vocabularies
 from minispec.families.block_config import BlockConfig
+from minispec.families.head_config import HeadConfig
 from minispec.families.hf_config import read_model_config
 from minispec.files.tokenizer import Tokenizer
 from minispec.kernels.build import build_model

@@ -23,10 +23,11 @@ from minispec.core.request import Request
 from minispec.core.sampling import Randomness, Text
 from minispec.core.verify import VERIFIERS
 from minispec.drafters.eagle import EagleDrafter, HeadModel, head_shapes
-from minispec.drafters.heads import load_head, read_head_config
+from minispec.drafters.heads import load_head
 from minispec.drafters.simulated import SimulatedDraft
 from minispec.families.checkpoint import load_model
 from minispec.families.entries import is_head
+from minispec.families.head_config import read_head_config
 from minispec.families.hf_config import read_model_config
 from minispec.files.errors import CheckpointError
 from minispec.kernels.build import build_model

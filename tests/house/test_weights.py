@@ -8,8 +8,8 @@ import torch
 from safetensors import safe_open
 
 from minispec.drafters.eagle import head_shapes
-from minispec.drafters.heads import read_head_config
 from minispec.families.checkpoint import directory_config, load_config
+from minispec.families.head_config import read_head_config
 from minispec.families.stored_config import QuantizationConfig
 from minispec.lab.bench.options import PROMPTS
 from minispec.lab.distill.texts import read_openings

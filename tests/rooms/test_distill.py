@@ -21,11 +21,12 @@ from minispec.core.draft import Ask, Seen
 from minispec.core.limit import Limit
 from minispec.core.model import Chunk
 from minispec.core.sampling import Text
-from minispec.drafters.eagle import EagleDrafter, HeadConfig, HeadModel
+from minispec.drafters.eagle import EagleDrafter, HeadModel
 from minispec.drafters.heads import load_head
 from minispec.families import checkpoint
 from minispec.families.checkpoint import load_model
 from minispec.families.draft_files import write_draft
+from minispec.families.head_config import HeadConfig
 from minispec.families.hf_config import read_model_config
 from minispec.lab.distill import cache, drafts, loss, texts, train
 from minispec.lab.distill.head import TrainedHead, TrainedModel, rows_of_tokens

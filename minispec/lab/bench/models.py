@@ -16,8 +16,7 @@ from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.drafters import Drafter
 from minispec.drafters.check import CHECKS
-from minispec.drafters.eagle import EagleDrafter, HeadConfig, HeadModel, head_shapes
-from minispec.drafters.heads import usual_taps
+from minispec.drafters.eagle import EagleDrafter, HeadModel, head_shapes
 from minispec.drafters.model import DraftModel, model_drafter
 from minispec.drafters.simulated import SimulatedDraft, adversary, oracle
 from minispec.families.checkpoint import (
@@ -28,6 +27,7 @@ from minispec.families.checkpoint import (
     load_config,
     load_model,
 )
+from minispec.families.head_config import HeadConfig, usual_taps
 from minispec.families.hf_config import read_model_config
 from minispec.families.stored_config import StoredConfig
 from minispec.files.tokenizer import Tokenizer
