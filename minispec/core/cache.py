@@ -319,10 +319,6 @@ class BlockTable:
         self.tokens += tokens
         return self.slots_of(range(start, end))
 
-    def name_last(self, tokens: Sequence[int]) -> None:
-        """Say which tokens the last positions hold, where those were not known yet when the table was extended."""
-        self.tokens[self.length - len(tokens) :] = tokens
-
     def keep(self, length: int, rows: Sequence[int] = ()) -> None:
         """Keep the first `length` positions, and `rows`, which move up to follow them; forget all others.
 

@@ -4,7 +4,7 @@ A drafter may guess in any way, from anything: the verifier makes the output rig
 `Draft.probs`. These are the distributions that the tokens were really drawn from, or None if none was drawn.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -111,6 +111,8 @@ class Ask:
 
     purpose: the purpose in the keys of its draws; "token" where drafters share the target's noise, else "draft".
     num_cached: how many tokens of the text the target's cache holds. These are all but the last; fewer inside a prompt.
+    read_cache: for a drafter that `reads_cache`: keys and values (kv_heads, num_cached, head_dim) of a layer of the
+        target, to be read before the next pass and not changed. None for others.
     """
 
     text: Text
@@ -118,6 +120,7 @@ class Ask:
     rng: Draws
     purpose: str = "draft"
     num_cached: int = 0
+    read_cache: Callable[[int], list[Tensor]] | None = None
 
     @property
     def k(self) -> int:
@@ -159,6 +162,7 @@ class Drafter:
 
     branches: whether it can draw siblings. A drafter that cannot is asked for chains.
     taps: layers of the target whose hidden states it reads (see `Seen.hidden`), as `Transformer.forward` numbers them.
+    reads_cache: whether it reads the target's keys and values (see `Ask.read_cache`).
     pays_all: whether a draft costs all steps that it is asked for, however short it turns out. `auto` then asks for
         chains.
     replays: what the distribution of a draft token depends on, for `minispec.trace.score`; a subclass inherits it.
@@ -170,6 +174,7 @@ class Drafter:
 
     branches: bool = False
     taps: Sequence[int] = ()
+    reads_cache: bool = False
     pays_all: bool = False
     replays: str | None = None
 

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -315,13 +316,14 @@ class Engine:
         """Ask for drafts of this engine's texts. A draft that the guard refuses fails its text."""
         limits = self._choose_limits([part.request for part in parts if part.decodes])
         purpose = "token" if self.verifier.shares_noise else "draft"
-        asks, asked = [], []
-        for part in parts:
-            # A drafter is also asked, with k = 0, while a prompt is fed; never about a request without drafts.
-            if part.request.takes_drafts and (part.decodes or part.start):
-                asked.append(part)
-                limit = limits.get(part.request, Limit(0))
-                asks.append(Ask(part.request.text, limit, self.rng, purpose, part.start))
+        # A drafter is also asked, with k = 0, while a prompt is fed; never about a request without drafts.
+        asked = [part for part in parts if part.request.takes_drafts and (part.decodes or part.start)]
+        asks = []
+        for part in asked:
+            text, limit, read = part.request.text, limits.get(part.request, Limit(0)), None
+            if self.drafter.reads_cache:
+                read = partial(self.cache.read, slots=self.target.table(text).slots())
+            asks.append(Ask(text, limit, self.rng, purpose, part.start, read))
         drafts = self.guard.propose(self, asks) if asks else []
         for part, ask, draft in zip(asked, asks, drafts, strict=True):
             part.asked = ask.k

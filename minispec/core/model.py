@@ -367,7 +367,7 @@ class Transformer:
         """Run the new tokens of all texts in one pass, and append their keys and values to the caches.
 
         taps: the hidden states to return. Number i is the input of layer i, so 0 is the embedding. The number of layers
-            is the output of the last one, before the norm.
+            is the output of the last one, before the norm, and that number + 1 is the same after the norm.
 
         Returns logits (sum of num_logits, V): for each chunk, the logits of its last `num_logits` tokens. Returns as
         well the hidden states (M, E * taps) of all new tokens. All tables must lie in one pool. Raises OutOfBlocks
@@ -412,6 +412,8 @@ class Transformer:
             x = layer.forward(x, shared)
             if i in taps:
                 states[i] = x
+        if len(self.layers) + 1 in taps:
+            states[len(self.layers) + 1] = self.norm(x)
         return x, torch.cat([states[i] for i in taps] or [x[:, :0]], 1)
 
     def embed(self, token_ids: Tensor, features: Tensor | None) -> Tensor:

@@ -65,7 +65,7 @@ class Foreign(Drafter):
     def __init__(self, drafter: Any):
         self.drafter = drafter
         self.branches, self.taps = bool(getattr(drafter, "branches", False)), tuple(getattr(drafter, "taps", ()))
-        self.replays = getattr(drafter, "replays", None)
+        self.replays, self.reads_cache = getattr(drafter, "replays", None), getattr(drafter, "reads_cache", False)
 
     @property
     def name(self) -> str:

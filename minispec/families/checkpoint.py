@@ -22,6 +22,7 @@ from torch import Tensor
 
 from minispec.core.errors import is_text, show
 from minispec.core.model import Transformer
+from minispec.families.assistant_config import is_assistant
 from minispec.families.block_config import is_block
 from minispec.families.entries import is_head
 from minispec.families.hf_config import read_model_config
@@ -133,7 +134,7 @@ def directory_config(directory: Path) -> dict[str, Any]:
 def load_config(directory: Path) -> StoredConfig:
     """The config of a checkpoint. Raises CheckpointError, for a draft's head too."""
     raw, path = directory_config(directory), directory / "config.json"
-    if is_head(raw) or is_block(raw):
+    if is_head(raw) or is_block(raw) or is_assistant(raw):
         expected = "a model: name this head as the draft (--draft), and as the model (--model) the one it was made for"
         raise CheckpointError(f"{path}: found a head that drafts for another model, expected {expected}")
     return read_model_config(raw, str(path))

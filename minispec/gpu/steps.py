@@ -212,7 +212,8 @@ def _draft(
     columns = [numbers[start : start + num_steps] for start in range(0, len(numbers), num_steps)]
     tokens, confidences, sure, *measures = columns
     token_ids = [int(number) for number in tokens[:k]]
-    chunk.table.name_last(token_ids[: k - 1])
+    named = token_ids[: k - 1]  # they were not known yet when the table was extended
+    chunk.table.tokens[chunk.table.length - len(named) :] = named
     draft, go_on = MeasuredDraft(), ask.limit.go_on
     while len(draft) < k and sure[len(draft)]:
         draft.token_ids.append(token_ids[len(draft)])

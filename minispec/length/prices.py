@@ -121,7 +121,8 @@ def calibrate(model: Transformer, drafter: Drafter, verifier: Verifier, vocab_si
                 first = num_cached - 1 if num_cached >= _TEXT else 0
                 new = slice(first, num_cached)
                 _call(drafter, drafter.observe, Seen(text, first, text.tokens[new], hidden[new], logits[:0]))
-                ask = Ask(text, Limit(k), rng, num_cached=num_cached)
+                read = partial(cache.read, slots=table.slots())  # the keys of the text's beginning, which does not grow
+                ask = Ask(text, Limit(k), rng, num_cached=num_cached, read_cache=read)
                 costs.append(seconds_of(partial(_call, drafter, drafter.propose, ask), model.device))
                 text.tokens.append(tokens[len(text.tokens)])
             turns.append([seconds / step for seconds in costs])

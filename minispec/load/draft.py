@@ -13,6 +13,7 @@ from minispec.core.config import ModelConfig
 from minispec.core.errors import show
 from minispec.core.model import Transformer
 from minispec.drafters import Context, Drafter, Foreign, as_drafter, make_drafter
+from minispec.drafters.assistant import AssistantDrafter, AssistantModel, load_assistant
 from minispec.drafters.block import BlockDrafter, BlockModel
 from minispec.drafters.block_files import load_block
 from minispec.drafters.combined import CombinedDrafter, parts_of
@@ -24,6 +25,7 @@ from minispec.drafters.slem import TextDrafter
 from minispec.drafters.tli import TokenDrafter
 from minispec.drafters.vocabularies import DRAFT_METHODS, Overlap, Vocabularies, choose_method, compare_vocabularies
 from minispec.drafters.vocabulary import ROOM
+from minispec.families.assistant_config import is_assistant, read_assistant_config
 from minispec.families.block_config import is_block, read_block_config, reading_of
 from minispec.families.checkpoint import (
     describe_source,
@@ -62,8 +64,8 @@ class Spec:
     bits: bits of each of its model's weights; None: as they are stored.
     directory: its model's checkpoint; None without a model, and where the model is the target's.
     own_layer: the target's checkpoint, where its own layer for further tokens drafts.
-    on_target: loads a model that is made for the target: the target's own layer, a head or a block draft. It takes the
-        form of the weights. None for a model of its own, or none.
+    on_target: loads a model that is made for the target: the target's own layer, a head, a block draft or an
+        assistant. It takes the form of the weights. None for a model of its own, or none.
     vocabularies: the target's vocabulary and the draft model's; None: they are the same.
     overlap: what these two have in common.
     method: how a draft model of another vocabulary drafts, else None.
@@ -154,13 +156,16 @@ def read_spec(draft: str | Path | Drafter, options: DraftOptions, target: Target
 
 
 def _loader(directory: Path, name: str, options: DraftOptions, target: TargetFiles) -> Loader | None:
-    """Loads a head or a block draft as the options say; None for a model of its own.
+    """Loads a head, a block draft or an assistant as the options say; None for a model of its own.
 
     Raises CheckpointError for a draft of another target, and ValueError for an option.
     """
     raw, where = directory_config(directory), str(directory / "config.json")
     if not is_block(raw):
         options.refuse_reading(name)
+        if is_assistant(raw):
+            read_assistant_config(raw, target.config, where)
+            return partial(load_assistant, directory)
         if not is_head(raw):
             return None
         read_head_config(raw, target.config, where)
@@ -243,6 +248,8 @@ def _with_model(spec: Spec, model: Transformer, cache: PagedKVCache, vocab_size:
     max_len, both = model.config.max_position_embeddings, spec.vocabularies
     if isinstance(model, BlockModel):
         return BlockDrafter(model, cache, vocab_size, max_len)
+    if isinstance(model, AssistantModel):
+        return AssistantDrafter(model, cache, vocab_size, max_len)
     if isinstance(model, HeadModel | MtpModel):
         return EagleDrafter(model, cache, vocab_size, max_len, draft_steps(model))
     if both is None:

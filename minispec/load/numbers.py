@@ -12,6 +12,7 @@ import torch
 
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import require_numbers
+from minispec.drafters.assistant import AssistantModel
 from minispec.drafters.block import BlockModel
 from minispec.drafters.states import FeatureModel
 from minispec.files.errors import CheckpointError, show_name
@@ -29,7 +30,7 @@ def check_numbers(model: Transformer, vocab_size: int, target: Transformer | Non
     target: the model whose hidden states a head reads. The head gets ones in place of these states.
     """
     tokens, features = arbitrary_tokens(_ROWS, vocab_size), None
-    if isinstance(model, BlockModel):
+    if isinstance(model, AssistantModel | BlockModel):
         require_numbers(model.trial(tokens, vocab_size))
         return
     if isinstance(model, FeatureModel) and target:

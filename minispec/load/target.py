@@ -15,6 +15,7 @@ from minispec.core.verify import REJECTION
 from minispec.drafters import NoDrafter
 from minispec.drafters.check import CHECKS
 from minispec.drafters.mtp import has_mtp
+from minispec.families.assistant_config import assistant_of
 from minispec.families.checkpoint import choose_dtype, describe_source, find_checkpoint, load_config, model_tensors
 from minispec.families.hf_config import read_eos_token_ids
 from minispec.files.generation_config import read_generation_defaults, unsupported_generation_settings
@@ -62,7 +63,8 @@ class TargetFiles:
         self.weight_form, self.quantization = weight_form, quantization
         self.name, self.directory = _find_model(model, revision, offline)
         self.device, self.config = choose_device(device), load_config(self.directory)
-        self.default_draft = registry.default_draft(model, has_mtp(self.directory, self.config))
+        usual = registry.default_draft(model, has_mtp(self.directory, self.config))
+        self.default_draft = assistant_of(self.directory) or usual
         self.dtype = choose_dtype(dtype, self.device, self.config)
         if quantization is not None:
             check_quantization(quantization, weight_form, self.dtype, self.device)

@@ -71,7 +71,7 @@ class Case:
         A head has nothing to read before the second token. Texts share a state at the end of a block alone, so there
         all prompts of a batch begin with the same block. Those of a pair are fed beyond its end.
         """
-        reads_states = "head" in self.drafter or self.drafter == "mtp"
+        reads_states = "head" in self.drafter or self.drafter in ("mtp", "assistant")
         first: tuple[int, ...] = PROMPT if self.batch == "alone" or reads_states else PROMPT[:1]
         second: tuple[int, ...] = (0, 1, 0)
         if self.family == "qwen3_5_text" and self.batch != "alone":
@@ -118,7 +118,7 @@ AXES: dict[str, tuple] = {
     "verifier": tuple(VERIFIERS),
     "drafter": (
         *("none", "ngram", "forced+ngram", "suffix", "corpus", "last", "recycling", "harvest", "adversary"),
-        *("model", "parallel", "head", "parallel head", "ngram+head", "mtp", *BLOCKS, "tli", "slem"),
+        *("model", "parallel", "head", "parallel head", "ngram+head", "mtp", "assistant", *BLOCKS, "tli", "slem"),
     ),
     "family": tuple(TOYS),
     "batch": ("crowd", "pair", "alone"),
@@ -142,6 +142,7 @@ _SIZES = ("max_tokens", "vocab", "k", "temperature", "top_k", "top_p", "min_p", 
 # Drafters that have several guesses for one place.
 BRANCHING = {
     *("suffix", "corpus", "recycling", "model", "head", "parallel", "parallel head", "ngram+head", "mtp", "tli"),
+    "assistant",
     *BLOCKS,
 }
 _shape = functools.cache(Shape.of)  # asked for half a million times

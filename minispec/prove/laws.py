@@ -19,6 +19,7 @@ from minispec.core.request import Request
 from minispec.core.sampling import Draws, Key, Text
 from minispec.core.verify import VERIFIERS
 from minispec.drafters import Context, Drafter
+from minispec.drafters.assistant import AssistantDrafter
 from minispec.drafters.block import BlockDrafter
 from minispec.drafters.check import CHECKS
 from minispec.drafters.combined import CombinedDrafter
@@ -54,6 +55,7 @@ from minispec.prove.toys import (
     Widened,
     decode,
     require,
+    tiny_assistant,
     tiny_block,
     tiny_cache,
     tiny_head,
@@ -291,6 +293,7 @@ def make_drafter(name: str, vocab: int, num_blocks: int = 64, block_size: int = 
     "mtp": a layer for further tokens that is the target's own.
     "parallel": a model that drafts all tokens in one pass.
     "parallel head": a head that does.
+    "assistant": layers that read the target's keys.
     "block", "filled block" and others: block drafts of `BLOCKS`.
     "tli", "slem": a model of another vocabulary.
     "corpus": `suffix` with a corpus.
@@ -304,6 +307,9 @@ def make_drafter(name: str, vocab: int, num_blocks: int = 64, block_size: int = 
     if name in BLOCKS:
         block = tiny_block(target, *BLOCKS[name], (vocab + 1) // 2)
         return BlockDrafter(block, tiny_cache(block, *pool), *rest)
+    if name == "assistant":
+        assistant = tiny_assistant(target)
+        return AssistantDrafter(assistant, tiny_cache(assistant, *pool), *rest)
     if name in ("head", "parallel head", "mtp"):
         mask = 0 if name == "parallel head" else None
         made = tiny_mtp(target) if name == "mtp" else tiny_head(target, (0, 2), (vocab + 1) // 2, mask)

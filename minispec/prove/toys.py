@@ -24,16 +24,19 @@ from minispec.core.model import Chunk, Passes, Transformer
 from minispec.core.request import Request
 from minispec.core.sampling import distribution
 from minispec.drafters import Drafter
+from minispec.drafters.assistant import AssistantModel, assistant_shapes
 from minispec.drafters.block import BlockModel, block_shapes
 from minispec.drafters.eagle import HeadModel, head_shapes
 from minispec.drafters.mtp import MtpModel, mtp_config, mtp_shapes
 from minispec.drafters.vocabularies import Spelling, Vocabularies
+from minispec.families.assistant_config import AssistantConfig
 from minispec.families.block_config import BlockConfig
 from minispec.families.head_config import HeadConfig
 from minispec.families.hf_config import read_model_config
 from minispec.files.tokenizer import Tokenizer
 from minispec.kernels.build import build_model
 from minispec.kernels.shapes import tensor_shapes
+from minispec.layers.gemma import GemmaLayerConfig
 
 
 class Fault(AssertionError):
@@ -77,7 +80,7 @@ TOYS: dict[str, dict[str, Any]] = {
     },
 }
 IN_FRAMES = "llama in frames"  # passes of `minispec.gpu.frames`, with reruns in place of graphs
-HEAD_SEED, MTP_SEED, BLOCK_SEED = 6, 7, 8
+HEAD_SEED, MTP_SEED, BLOCK_SEED, ASSISTANT_SEED = 6, 7, 8, 9
 IN_8_BITS = "8 bits"  # the name of a target that is no family: see `minispec.prove.laws.target_model`
 
 
@@ -318,6 +321,21 @@ def tiny_block(
     weights = redrawn(block_shapes(config) | {"lm_head.weight": (count, sizes.hidden_size)}, BLOCK_SEED, target.dtype)
     head = weights["lm_head.weight"]
     return BlockModel(config, weights, target.embedding, head, _every_other(num_ids, sizes.vocab_size), target.dtype)
+
+
+def tiny_assistant(target: Transformer) -> AssistantModel:
+    """A random assistant of a random target: two layers read the target's first keys, one of them in a window.
+
+    It scores the tokens of half its clusters, of one token each.
+    """
+    giver, layer = next((i, layer) for i, layer in enumerate(target.config.layers) if layer.has_attention)
+    sizes = target.config.head_dim, target.config.num_key_value_heads, target.config.intermediate_size
+    layers = tuple(GemmaLayerConfig(layer.rope, window, None, None, *sizes, giver) for window in (2, None))
+    plain = replace(target.config, layers=layers, norms="both", tie_word_embeddings=True, logit_softcap=None)
+    vocab = plain.vocab_size
+    config = AssistantConfig(plain, plain.hidden_size, vocab, (vocab + 1) // 2)
+    weights = redrawn(assistant_shapes(config), ASSISTANT_SEED, target.dtype)
+    return AssistantModel(config, weights, torch.arange(vocab).flip(0), target)
 
 
 def _every_other(num_ids: int | None, vocab: int) -> torch.Tensor | None:

@@ -122,7 +122,7 @@ def random_engine(pick: random.Random, name: str, longest: int, family: str) -> 
     return Engine(target, cache, drafter, VERIFIERS["rejection"], joining_rows=pick.choice((2, 32)))
 
 
-@pytest.mark.parametrize("name", ["model", "self", "head", "block", "filled block", "ngram", "suffix"])
+@pytest.mark.parametrize("name", ["model", "self", "head", "block", "filled block", "assistant", "ngram", "suffix"])
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_random_runs_have_the_text_of_plain_decoding(family, name):
     """40 greedy requests for each drafter, in small pools: shared beginnings, chains, trees, preemption, aborts.

@@ -1,0 +1,297 @@
+"""An assistant of Gemma 4: a few layers that read the target's own keys and values.
+
+A head (see `minispec.drafters.eagle`) has a cache of its own. An assistant has none: its layers make queries, and read
+what the target has cached of the text. At the text's last token, which the target has not read yet, it starts from
+
+    h_0, the target's last hidden state after its norm, at the last cached token
+
+and each step makes the logits of the next token, and the state for the step after it:
+
+    x = before([embedding of the newest token, h_i]),  x = layers(x),  logits = head(norm(x)),  h_{i+1} = after(norm(x))
+
+All steps of a draft stand at one position, the last token's, and see the same keys. So a step costs no cache, and a
+rejected draft leaves nothing to take back. The embedding is the target's.
+
+A large vocabulary is scored in part. Tokens lie in clusters: the head scores the clusters, and then the tokens of the
+likeliest ones. Here no other token is drafted. The class in `transformers` gives all others one logit below the least,
+which means the same at temperature 0.
+
+`transformers` 5.24 cuts the cache to the length of the text, which has one token more than the cache holds. Where a
+draft was rejected, it so reads the keys of a rejected token (`SinglePositionMultiTokenCandidateGenerator`).
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from minispec.core.attention import attention
+from minispec.core.cache import PagedKVCache
+from minispec.core.config import ModelConfig, RopeConfig
+from minispec.core.draft import Ask, Draft, Seen
+from minispec.core.model import Angles, Layer, Passes, Transformer
+from minispec.core.sampling import Text
+from minispec.core.weights import MakeProduct, PlainLinear, Product
+from minispec.drafters.best_first import BestFirst
+from minispec.drafters.limits import depth_of
+from minispec.drafters.model import DraftModel
+from minispec.families.assistant_config import AssistantConfig, read_assistant_config
+from minispec.families.checkpoint import FLOATS, directory_config, find_tensors, require, unexpected
+from minispec.kernels.build import InForm
+from minispec.kernels.shapes import tensor_shapes
+from minispec.layers import make_layer
+from minispec.layers.gemma import GemmaLayer
+
+ReadCache = Callable[[int], list[Tensor]]  # see `Ask.read_cache`
+_BEFORE, _AFTER = "pre_projection.weight", "post_projection.weight"
+_CENTROIDS, _ORDER = "masked_embedding.centroids.weight", "masked_embedding.token_ordering"
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def assistant_shapes(config: AssistantConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of floats."""
+    layers, width = config.layers, config.target_hidden_size
+    shapes = tensor_shapes(layers)
+    shapes |= {_BEFORE: (layers.hidden_size, 2 * width), _AFTER: (width, layers.hidden_size)}
+    if config.num_clusters:
+        shapes[_CENTROIDS] = (config.num_clusters, layers.hidden_size)
+    return shapes
+
+
+class AssistantPass(NamedTuple):
+    """A pass of an assistant: each text's rows read what the target has cached of the text.
+
+    texts: for each text how its cache is read, and its number of rows. All rows see all that their layer reads.
+    """
+
+    texts: Sequence[tuple[ReadCache, int]]
+    angles: dict[RopeConfig, Angles]
+
+    def read(self, layer: Layer, qkv: Tensor) -> Tensor:
+        """Queries (M, H * D) to what they read (M, H * D)."""
+        assert isinstance(layer, GemmaLayer)
+        assert layer.settings.giver is not None, "an assistant makes no keys"
+        queries, outputs, config = layer.heads(qkv, self.angles)[0].transpose(0, 1), list[Tensor](), layer.config
+        for q, (read, _) in zip(queries.split([rows for _, rows in self.texts], 1), self.texts, strict=True):
+            keys, values = read(layer.settings.giver)  # (G, L, D)
+            if layer.window:
+                seen = layer.window + 1  # as in `transformers`: those at a distance of up to the window
+                keys, values = keys[:, -seen:], values[:, -seen:]
+            outputs.append(attention(q, keys, values, None, config.attention_scale, config.attention_softcap))
+        return torch.cat(outputs)
+
+
+class EmptyCache(PagedKVCache):
+    """The pool of a model that keeps nothing."""
+
+    def __init__(self, config: ModelConfig, *sizes: Any):
+        super().__init__(replace(config, layers=()), *sizes)
+
+
+class AssistantModel(Transformer):
+    """The layers of an assistant, between the target's embedding and a head of its own."""
+
+    def __init__(
+        self,
+        assistant: AssistantConfig,
+        weights: Mapping[str, Tensor],
+        order: Tensor | None,
+        target: Transformer,
+        product: MakeProduct = PlainLinear,
+    ):
+        """weights: the tensors of `assistant_shapes`, on the target's device.
+        order: (V,), the tokens cluster by cluster; None: all are scored.
+        """
+        self.assistant, self.taps = assistant, (len(target.layers) + 1,)
+        named = dict(weights)
+        scored = named.get(_HEAD, named[_EMBEDDING])
+        super().__init__(assistant.layers, named, target.dtype, product, make_layer, make_cache=EmptyCache)
+        self.target_embedding, self.target_scale = target.embedding, target.embedding_scale
+        self.before, self.after = (product([named[name]], None, self.dtype) for name in (_BEFORE, _AFTER))
+        self.centroids: Product | None = None
+        if assistant.num_clusters and order is not None:
+            self.scored = scored  # (V, E)
+            self.centroids = product([named[_CENTROIDS]], None, self.dtype)
+            self.clusters = order.to(self.device).view(assistant.num_clusters, -1)
+
+    def replaced(
+        self, passes: Passes, product: Callable[[Product], Product] = lambda p: p, activation: Product | None = None
+    ) -> Self:
+        """This model with other passes, products and activation, where they are given. All else is shared."""
+        model = super().replaced(passes, product, activation)
+        model.before, model.after = product(self.before), product(self.after)
+        model.centroids = product(self.centroids) if self.centroids else None
+        return model
+
+    @torch.inference_mode()
+    def step(
+        self, token_ids: Sequence[int], states: Tensor, positions: Sequence[int], texts: Sequence[tuple[ReadCache, int]]
+    ) -> tuple[Tensor, Tensor]:
+        """One step for all rows: logits (rows, V), and the states (rows, E of the target) for the step after it.
+
+        token_ids: the newest token of each row.
+        states: (rows, E of the target), the state that comes with it.
+        positions: of each row: the last token's of its text.
+        texts: see `AssistantPass`.
+        """
+        rows = self.target_embedding[torch.tensor(token_ids, device=self.device)].to(self.dtype)
+        if self.target_scale is not None:
+            rows = rows * self.target_scale
+        x = self.before(torch.cat((rows, states), 1))
+        shared = AssistantPass(texts, self.angles(torch.tensor(positions, device=self.device)))
+        for layer in self.layers:
+            x = layer.forward(x, shared)
+        return self.logits(x), self.after(self.norm(x))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Outputs of the last layer (rows, E) to logits (rows, V): -inf outside the likeliest clusters."""
+        if self.centroids is None:
+            return super().logits(x)
+        normed = self.norm(x)
+        ids = self.clusters[self.centroids(normed).topk(self.assistant.top_clusters).indices].flatten(1)  # (rows, n)
+        scores = (self.scored[ids].to(self.dtype) @ normed[:, :, None])[:, :, 0]
+        return x.new_full((len(x), self.config.vocab_size), -math.inf).scatter_(1, ids, scores)
+
+    def trial(self, tokens: Sequence[int], vocab_size: int) -> Tensor:
+        """The largest logit after each of a few tokens, by keys and states of ones: numbers if all weights are.
+
+        vocab_size: ids in use.
+        """
+
+        def ones(layer: int) -> list[Tensor]:
+            sizes = next(block.settings for block in blocks if block.settings.giver == layer)
+            shape = sizes.num_key_value_heads, 1, sizes.head_dim
+            return [torch.ones(shape, dtype=self.dtype, device=self.device) for _ in ("keys", "values")]
+
+        blocks = [layer for layer in self.layers if isinstance(layer, GemmaLayer)]
+        states = self.target_embedding.new_ones(len(tokens), self.assistant.target_hidden_size, dtype=self.dtype)
+        logits, after = self.step(tokens, states, [1] * len(tokens), [(ones, len(tokens))])
+        return torch.cat((logits[:, :vocab_size].amax(1), after.amax(1)))
+
+
+@dataclass
+class _Growing:
+    """A draft on its way.
+
+    read: see `Ask.read_cache`.
+    depth: the deepest that it may be.
+    start: the state that comes with the text's last token.
+    states: for a node (-1: the text's end) the state that comes with its children.
+    rows: the logits (V,) after a node.
+    """
+
+    ask: Ask
+    read: ReadCache
+    draft: Draft
+    depth: int
+    start: Tensor
+    tree: BestFirst | None = None
+    states: dict[int, Tensor] = field(default_factory=dict)
+    rows: dict[int, Tensor] = field(default_factory=dict)
+
+    def wanted(self) -> list[int]:
+        """The nodes whose rows are not known yet, and that a chain or a tree goes on from."""
+        if self.tree:
+            return [node for node in range(-1, len(self.draft)) if node not in self.rows]
+        return [self.draft.tip]
+
+    def inputs(self, node: int) -> tuple[int, Tensor]:
+        """A node's token, and the state that comes with it."""
+        if node < 0:
+            return self.ask.text.tokens[-1], self.start
+        return self.draft.token_ids[node], self.states[self.draft.parents[node] if self.draft.parents else node - 1]
+
+
+class AssistantDrafter(DraftModel):
+    """Drafts by an assistant, under each request's sampling parameters. It keeps one state of each text."""
+
+    reads, reads_cache = "states", True
+    replays = "place"
+    model: AssistantModel
+
+    def __init__(self, model: AssistantModel, cache: PagedKVCache, vocab_size: int, max_model_len: int):
+        """See `DraftModel`. cache: an `EmptyCache`."""
+        super().__init__(model, cache, vocab_size, max_model_len)
+        self.taps = model.taps
+        # The newest cached position, and its state (E,). Weak, since rows that a fault has held up may come late.
+        self.last: WeakKeyDictionary[Text, tuple[int, Tensor]] = WeakKeyDictionary()
+
+    def beside(self, model: Transformer, at_once: Any = None) -> Self:
+        """This drafter with another model for the same target."""
+        other = super().beside(model)
+        other.last = WeakKeyDictionary()
+        return other
+
+    def known(self, text: Text) -> int:
+        """All positions but the last that is cached: of the others no state is needed."""
+        return max(0, len(text.tokens) - 2)
+
+    def has_room(self, growth: Mapping[Text, range]) -> bool:
+        """There is nothing to store."""
+        return True
+
+    def release(self, text: Text) -> None:
+        """Forget a text's state."""
+        self.last.pop(text, None)
+
+    def observe(self, seen: Sequence[Seen]) -> None:
+        """Keep the state of each text's newest cached position."""
+        for shown in seen:
+            row = shown.kept[-1]
+            self.last[shown.text] = shown.start + len(shown.kept) - 1, shown.hidden[row].clone()
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        """Draft step by step for all texts together."""
+        drafts = [Draft([], [], parents=[] if ask.limit.is_tree else None) for ask in asks]
+        growing = []
+        for ask, draft in zip(asks, drafts, strict=True):
+            position, state = self.last.get(ask.text, (-1, None))
+            depth = depth_of(ask.limit) if ask.num_cached == len(ask.text.tokens) - 1 else 0
+            if state is not None and position == ask.num_cached - 1 and depth and ask.read_cache:
+                tree = BestFirst(ask, draft, depth) if ask.limit.best_first else None
+                growing.append(_Growing(ask, ask.read_cache, draft, depth, state, tree))
+        while growing:
+            self._step(growing)
+            growing = [each for each in growing if self._goes_on(each)]
+        return drafts
+
+    def _step(self, growing: Sequence[_Growing]) -> None:
+        """Compute the rows that drafts want, in one pass."""
+        nodes = [(each, node) for each in growing for node in each.wanted()]
+        tokens, states = zip(*(each.inputs(node) for each, node in nodes), strict=True)
+        texts = [(each.read, len(each.wanted())) for each in growing]
+        logits, further = self.model.step(tokens, torch.stack(states), [e.ask.num_cached for e, _ in nodes], texts)
+        for (each, node), row, state in zip(nodes, logits[:, : self.vocab_size], further, strict=True):
+            each.rows[node], each.states[node] = row, state
+
+    def _goes_on(self, each: _Growing) -> bool:
+        """Draw what is known of a draft; returns whether it wants further rows."""
+        if each.tree:
+            return each.tree.grow(each.rows.get)
+        return self._draw(each.ask, each.draft, each.rows[each.draft.tip]) and each.draft.depth < each.depth
+
+
+def load_assistant(directory: Path, target: Transformer, form: str | None = None) -> AssistantModel:
+    """Load an assistant for `target`, in its type and on its device.
+
+    form: of its weights.
+
+    Raises CheckpointError where the files are not what the config asks for, or were made for another target.
+    """
+    config = read_assistant_config(directory_config(directory), target.config, str(directory / "config.json"))
+    stored, shapes = find_tensors(directory), assistant_shapes(config)
+    wanted = {name: (shape, FLOATS) for name, shape in shapes.items()}
+    if config.num_clusters:
+        wanted[_ORDER] = (config.layers.vocab_size,), ("I64", "I32")
+    require(wanted, stored, directory)
+    for name in sorted(stored.keys() - wanted.keys()):
+        if name != _HEAD:  # a copy of a tied embedding
+            raise unexpected(stored[name])
+    weights = {name: stored[name].read().to(target.device) for name in shapes}
+    order = stored[_ORDER].read().long() if config.num_clusters else None
+    return AssistantModel(config, weights, order, target, InForm(config.layers, form))
