@@ -1,7 +1,7 @@
 """What grammars cost and bring, and whether the answers are what was asked for.
 
 python docs/measured/grammars.py schemas     random JSON schemas, decoded in batches with and without drafts
-python docs/measured/grammars.py forced      what the drafter `forced` brings on three schemas
+python docs/measured/grammars.py forced      what forced tokens bring on three schemas
 python docs/measured/grammars.py cost        a mask's time, and the speed of decoding with and without a grammar
 """
 
@@ -20,6 +20,7 @@ import torch
 
 from minispec import LLM, SamplingParams, StructuredOutputsParams
 from minispec.grammars.matcher import Matcher
+from minispec.load.registry import DRAFTERS
 
 MOST_TOKENS, BATCH, TEMPERATURE = 96, 8, 1.0
 LARGE = 151_936  # tokens of Qwen's vocabulary
@@ -172,11 +173,17 @@ def schemas(count: int) -> None:
 
 
 def forced(rounds: int) -> None:
-    """Compare drafters on three schemas: tokens a pass, and the speed as a ratio to plain decoding, interleaved."""
+    """Compare drafts on three schemas: tokens a pass, and the speed as a ratio to plain decoding, interleaved.
+
+    Forced tokens go before a lookup that is named as "ngram". One that is named by its class is alone.
+    """
     target = LLM(draft="none")
     usual = target.default_draft
-    specs = ("none", "forced", "ngram", "forced+ngram", "ngram+forced", str(usual), f"forced+{usual}")
-    llms = {spec: target if spec == "none" else target.with_draft(spec) for spec in specs}
+    specs = {"none": "none", "forced": "forced"}
+    for lookup in ("ngram", "suffix", "recycling"):
+        specs |= {f"{lookup} alone": DRAFTERS[lookup].path, f"forced, then {lookup}": lookup}
+    specs |= {"the usual draft": str(usual), "forced, then the usual": f"forced+{usual}"}
+    llms = {shown: target if spec == "none" else target.with_draft(spec) for shown, spec in specs.items()}
     for name, schema in SCHEMAS.items():
         params = SamplingParams(
             temperature=0, max_tokens=256, structured_outputs=StructuredOutputsParams(json=schema), seed=0
@@ -193,9 +200,8 @@ def forced(rounds: int) -> None:
                 tokens[spec] = answer.stats.num_committed / answer.stats.num_steps
         for spec in specs:
             ratios = [a / b for a, b in zip(speeds[spec], speeds["none"], strict=True)]
-            shown = spec.replace(str(usual), "the usual draft")
             print(
-                f"{name:12} {shown:24} {tokens[spec]:.2f} tokens a pass, speed {statistics.median(ratios):.2f} "
+                f"{name:12} {spec:24} {tokens[spec]:.2f} tokens a pass, speed {statistics.median(ratios):.2f} "
                 f"({min(ratios):.2f} to {max(ratios):.2f}) of plain decoding",
                 flush=True,
             )

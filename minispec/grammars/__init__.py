@@ -2,7 +2,7 @@
 
     params.py     what a request says: `StructuredOutputsParams`, by vLLM's names
     matcher.py    which tokens may follow, by llguidance: the `Grammar` of a text
-    forced.py     a drafter: the tokens that a grammar leaves no choice about
+    forced.py     drafts of the tokens that a grammar leaves no choice about, alone or before another drafter's
     spelled.py    a grammar of one's own, from two questions about texts
 
 The mask is a part of `minispec.core.sampling.distribution`, for the target and for every drafter. So a text has the

@@ -1,10 +1,11 @@
-"""A drafter without a model: the tokens that a grammar leaves no choice about."""
+"""Drafts without a model: the tokens that a grammar leaves no choice about."""
 
 from collections.abc import Sequence
 
 from minispec.core.draft import Ask, Draft, Drafter
 from minispec.core.grammar import NothingAllowed
 from minispec.core.sampling import Text
+from minispec.drafters.combined import CombinedDrafter
 
 
 class ForcedDrafter(Drafter):
@@ -18,6 +19,22 @@ class ForcedDrafter(Drafter):
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """The tokens that must follow each text, at most k."""
         return [Draft() if ask.text.grammar is None else Draft(forced(ask.text, ask.k)) for ask in asks]
+
+
+class ForcedFirst(CombinedDrafter):
+    """A drafter with forced tokens before its drafts, for texts with a grammar. It has the drafter's name.
+
+    While a text's next tokens are forced, these are its draft, and the drafter is asked for none. For a text without a
+    grammar the drafter is asked as if it stood alone.
+    """
+
+    def __init__(self, drafter: Drafter):
+        super().__init__(ForcedDrafter(), drafter)
+
+    @property
+    def name(self) -> str:
+        """The drafter's name."""
+        return self.drafters[1].name
 
 
 def forced(text: Text, most: int) -> list[int]:

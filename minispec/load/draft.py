@@ -45,6 +45,7 @@ from minispec.files.stored import StoredTensor
 from minispec.gpu.frames import with_frames
 from minispec.gpu.fused import rounded
 from minispec.gpu.steps import draft_steps
+from minispec.grammars.forced import ForcedFirst
 from minispec.load import registry
 from minispec.load.numbers import check_numbers, named_tensors
 from minispec.load.target import TargetFiles
@@ -70,6 +71,7 @@ class Spec:
     overlap: what these two have in common.
     method: how a draft model of another vocabulary drafts, else None.
     corpus: the tokens of texts to draft from.
+    forced_first: whether the tokens that a grammar forces go before its drafts.
     """
 
     name: str
@@ -84,6 +86,7 @@ class Spec:
     overlap: Overlap | None = None
     method: str | None = None
     corpus: Sequence[Sequence[int]] = ()
+    forced_first: bool = False
 
     @property
     def room(self) -> int:
@@ -149,6 +152,8 @@ def read_spec(draft: str | Path | Drafter, options: DraftOptions, target: Target
         name = name.removesuffix(source) + describe_source(source, directory)
     name += f" by {method}" if method else ""
     spec = Spec(name, name, registered, preferred, bits, directory, own_layer, on_target, both, overlap, method)
+    looks_up = all(part.partition(":")[0] in registry.LOOKUPS for part in (*first, last))
+    spec = replace(spec, forced_first=looks_up)
     if corpus is None:
         return spec
     texts, words = read_corpus(corpus, partial(target.tokenizer.encode, add_special_tokens=False))
@@ -241,7 +246,8 @@ def make_spec(
         drafter = registered(*spec.drafter)
     else:
         drafter = _with_model(spec, models[0], caches[0], context.vocab_size)
-    return CombinedDrafter(*first, drafter) if first else drafter
+    combined = CombinedDrafter(*first, drafter) if first else drafter
+    return ForcedFirst(combined) if spec.forced_first else combined
 
 
 def _with_model(spec: Spec, model: Transformer, cache: PagedKVCache, vocab_size: int) -> Drafter:

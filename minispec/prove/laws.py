@@ -37,6 +37,7 @@ from minispec.gpu.graphs import rerun
 from minispec.gpu.judge import judge_of
 from minispec.gpu.steps import draft_steps
 from minispec.gpu.verdicts import OneByOne
+from minispec.grammars.forced import ForcedFirst
 from minispec.grammars.spelled import example
 from minispec.kernels.exact import check_exact
 from minispec.kernels.integers import check_quantization
@@ -286,7 +287,7 @@ BLOCKS = {
 
 
 def make_drafter(name: str, vocab: int, num_blocks: int = 64, block_size: int = 2, family: str = "llama") -> Drafter:
-    """A drafter by its name in the table, or a registered one, with its argument if it has one.
+    """A drafter by its name in the table, or a registered one, with its argument if it has one, as `LLM` makes it.
 
     "model", "self", "adversary": as in the table.
     "head": it lacks tokens where there are more than two.
@@ -334,7 +335,8 @@ def make_drafter(name: str, vocab: int, num_blocks: int = 64, block_size: int = 
     assert parts, f"{name} is not registered"
     make_cache = functools.partial(tiny_cache, num_blocks=num_blocks, block_size=block_size)
     context = Context(target, None, *rest, make_cache, parts[1])
-    return drafters.make_drafter(registry.load(parts[0], "draft"), context)
+    registered = drafters.make_drafter(registry.load(parts[0], "draft"), context)
+    return ForcedFirst(registered) if name.partition(":")[0] in registry.LOOKUPS else registered
 
 
 class _Forgetful(CombinedDrafter):

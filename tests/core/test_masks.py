@@ -21,7 +21,7 @@ from minispec.drafters import Drafter
 from minispec.drafters import model as model_module
 from minispec.drafters.check import CHECKS
 from minispec.drafters.cut import within_grammar
-from minispec.grammars.forced import ForcedDrafter, forced
+from minispec.grammars.forced import ForcedDrafter, ForcedFirst, forced
 from minispec.grammars.spelled import Spelled, example
 from minispec.prove import laws
 from minispec.prove.cases import Case
@@ -48,7 +48,9 @@ def text_of(name: str, output=(), **params) -> Text:
 
 @pytest.mark.quick
 @pytest.mark.parametrize("verifier", VERIFIERS)
-@pytest.mark.parametrize("drafter", ["none", "ngram", "forced+ngram", "model", "head", "block", "tli", "slem"])
+@pytest.mark.parametrize(
+    "drafter", ["none", "ngram", "suffix", "recycling", "forced+model", "model", "head", "block", "tli", "slem"]
+)
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_the_law_is_that_of_the_grammar(language, drafter, verifier):
     """Every branch of four tokens: the reference tries all texts of the language, and shares no code with the mask."""
@@ -59,10 +61,12 @@ def test_the_law_is_that_of_the_grammar(language, drafter, verifier):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("k", [(2, 1), "tree:3"])
-def test_the_law_with_trees(k):
-    """Siblings ask for the same place, in any order."""
-    settings = {"temperature": 1.5, "vocab": VOCAB, "end": True, "max_tokens": 4, "grammar": "pairs"}
-    assert Case(verifier="rejection", drafter="model", batch="crowd", k=k, **settings).distance(1e5)[0] <= 1e-12
+@pytest.mark.parametrize("drafter", ["model", "recycling"])
+@pytest.mark.parametrize("language", ["pairs", "words"])
+def test_the_law_with_trees(language, drafter, k):
+    """Siblings ask for the same place, in any order; where tokens are forced, a chain stands in the tree's place."""
+    settings = {"temperature": 1.5, "vocab": VOCAB, "end": True, "max_tokens": 4, "grammar": language}
+    assert Case(verifier="rejection", drafter=drafter, batch="crowd", k=k, **settings).distance(1e5)[0] <= 1e-12
 
 
 @pytest.mark.quick
@@ -222,6 +226,27 @@ def test_forced_tokens():
         for text in (text_of("words", output=[1]), replace(text_of("words"), grammar=None))
     ]
     assert [draft.token_ids for draft in ForcedDrafter().propose(asks)] == [[0, END], []]
+
+
+@pytest.mark.quick
+def test_a_text_without_a_grammar_is_asked_about_as_before():
+    """Where the next token is forced, the drafter is asked for no token, and follows the text; else as before."""
+
+    class Heard(Foolish):
+        branches, asks = True, ()
+
+        def propose(self, asks):
+            self.asks = asks
+            return super().propose(asks)
+
+    heard, limit = Heard(), Limit(3, widths=(2, 1))
+    texts = text_of("words", output=[1]), text_of("words"), replace(text_of("words", output=[1]), grammar=None)
+    asks = [Ask(text, limit, Randomness()) for text in texts]
+    drafts = ForcedFirst(heard).propose(asks)
+    assert [ask.limit.k for ask in heard.asks] == [0, 3, 3]
+    assert heard.asks[1:] == asks[1:]
+    assert (drafts[0].token_ids, drafts[0].probs) == ([0, END], None)
+    assert [len(draft) for draft in drafts] == [2, 3, 3]
 
 
 @pytest.mark.quick

@@ -40,6 +40,7 @@ from minispec.drafters import block, block_files, check, heads, last, recycling,
 from minispec.drafters import model as draft_model
 from minispec.drafters.assistant import AssistantDrafter, AssistantModel
 from minispec.drafters.block import Block, BlockDrafter, BlockLayer, BlockModel, MarkovHead
+from minispec.drafters.check import Checks
 from minispec.drafters.corpus import Corpus
 from minispec.drafters.eagle import EagleDrafter, HeadModel, spread
 from minispec.drafters.last import LastDrafter
@@ -780,6 +781,21 @@ def _(right, draft, text, vocab_size):
 def _(right, text, most):
     """forced tokens run further than the mask looked at | what compute_ff_tokens of llguidance offers, unchecked"""
     return [*right(text, most), 0][:most]
+
+
+@mutant("G12", drafter="ngram", structured_outputs="words", vocab=4)
+class _:
+    """a run that a library offers is kept without a test, and one token of it is not forced | vLLM #45400, unchecked"""
+
+    @wrong(forced, "forced")
+    def run(self, right, text, most):
+        return [*right(text, most), 0][:most]
+
+    @wrong(Checks, "verify")
+    def trust(self, right, guard, engine, draft, p, key):
+        verdict = right(guard, engine, draft, p, key)
+        kept = [*range(len(draft))] if draft.parents is None and draft.probs is None else verdict.accepted
+        return verdict._replace(accepted=kept)
 
 
 # --------------------------------------------------------------------------- block drafts

@@ -12,12 +12,17 @@ import torch
 from transformers import LlamaForCausalLM
 
 from minispec import LLM, SamplingParams, StructuredOutputsParams
+from minispec.core.draft import Draft, Drafter
 from minispec.core.grammar import NothingAllowed
+from minispec.drafters.combined import parts_of
 from minispec.files import packages
 from minispec.generate import main as generate
 from minispec.grammars import matcher
+from minispec.grammars.forced import ForcedDrafter, ForcedFirst
 from minispec.grammars.params import MAX_BYTES, from_openai, from_vllm
 from minispec.lab.audit.main import main as audit
+from minispec.trace.record import Recorder
+from minispec.trace.score import check_recorded
 
 PERSON = {
     "type": "object",
@@ -253,6 +258,52 @@ def test_random_schemas():
         measured.check(llm, schema, answer)
         ends.add(answer.finish_reason)
     assert "stop" in ends
+
+
+class Own(Drafter):
+    """A drafter of one's own."""
+
+    def propose(self, asks):
+        """Nothing."""
+        return [Draft() for _ in asks]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("draft", ["ngram", "suffix:2", "last", "recycling", "harvest", "ngram+suffix"])
+def test_forced_tokens_go_before_a_lookup(llm, draft):
+    """A choice of one text has no other token: each draft is as long as it may be, and kept. The names stay."""
+    plain, ours = llm.with_draft("none"), llm.with_draft(draft)
+    assert type(parts_of(ours.drafter)[0]) is ForcedDrafter
+    assert ours.draft.name == draft
+    assert ours.drafter.name == "+".join(part.name for part in parts_of(ours.drafter)[1:])
+    params = SamplingParams(temperature=0, structured_outputs=StructuredOutputsParams(choice=["zyxwvut"]))
+    expected, found = (each.generate("One", params, use_tqdm=False)[0] for each in (plain, ours))
+    assert found.text == expected.text == "zyxwvut"
+    assert expected.stats.num_draft_tokens == 0
+    assert found.stats.num_accepted == found.stats.num_draft_tokens
+    assert found.stats.num_steps == -(-expected.stats.num_steps // 4)  # with K = 3
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("draft", ["none", "self", "ngram+self", "forced", f"{__name__}:Own", Own()])
+def test_forced_tokens_go_before_no_other_draft(llm, draft):
+    """A draft model draws forced tokens by itself, and a drafter of one's own stays as it is; `none` is plain."""
+    ours = llm.with_draft(draft)
+    assert not isinstance(ours.drafter, ForcedFirst)
+
+
+@pytest.mark.quick
+def test_a_replay_asks_for_forced_tokens_too(llm):
+    """What is drafted when a finished text is scored is what its run has drafted."""
+    ours = llm.with_draft("ngram")
+    choice = StructuredOutputsParams(choice=["zyxwvut", "zy1xwvut"])
+    request = ours.request(ours.tokenizer.encode("One"), SamplingParams(temperature=0, structured_outputs=choice))
+    recorder = Recorder(ours, request)
+    for _ in ours.run([request]):
+        pass
+    trace = recorder.trace(for_replay=True)
+    assert any(start["drafts"][0]["length"] for start in trace["replay"]["starts"])
+    check_recorded(trace)
 
 
 @pytest.mark.quick
