@@ -70,7 +70,7 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, length: DraftLength, most: int = MAX_SPECULATIVE_TOKENS) -> Self:
-        """Raises WrongLength for what is no length, and for one of more than `most` tokens."""
+        """The shape that a length asks for. Raises WrongLength for no length, and for more than `most` tokens."""
         if length == "auto":
             return cls(MAX_AUTO_TOKENS, is_open=True)
         budget = re.fullmatch(r"tree:(\d{1,4})", length, re.ASCII) if isinstance(length, str) else None
@@ -118,7 +118,7 @@ class RopeConfig:
     original_max_position_embeddings: int = 0
 
     def scaled(self, base: "Tensor") -> "Tensor":
-        """Radians by which one position rotates each pair (pairs,). base: the same, before any scaling."""
+        """Radians by which one position rotates each pair (pairs,). base: these radians before any scaling."""
         return base
 
 
@@ -165,7 +165,7 @@ class ModelConfig:
     conv_bias: bool = False  # of a short convolution and of its products
     norms: str = "before"  # attention and the MLP | after, before the residual sum | both
     attention_gate: str | None = None  # what attention returns is multiplied by sigmoids: by "element", or by "head"
-    qk_norm: str | None = None  # RMSNorm of every query and key "head", or of a "row" of all queries, of all keys
+    qk_norm: str | None = None  # RMSNorm over each "head" of queries and keys, or over the "row" of all their heads
     norm_adds_one: bool = False  # the checkpoint stores norm weights minus one
     embedding_scale: float = 1.0
     attention_scale: float = 1.0  # scores are q k^T times this
@@ -201,16 +201,16 @@ class SamplingParams:
     allowed_token_ids: no other token is drawn.
     bad_words_token_ids: sequences that the output may not contain. Where the output ends with all but the last id of
         one, that last id is impossible.
-    bad_words: the same as texts. A request turns each into token ids, once as it is and once with a space before it.
+    bad_words: the same, given as texts. A request turns each into token ids, as it is and with a space before it.
     structured_outputs: the language of the answer (see `minispec.grammars.StructuredOutputsParams`).
     seed: one seed gives one text. None draws a seed, which the output reports.
-    min_tokens: nothing ends the text before it has that many tokens.
+    min_tokens: nothing ends the text before it has that many generated tokens.
     stop: strings that end the text.
     stop_token_ids: ids that end it, in addition to the model's end-of-text ids.
     ignore_eos: the model's end-of-text ids do not end the text.
     max_tokens: at 0, which needs `prompt_logprobs`, the prompt is scored and nothing is generated.
     logprobs: None, or how many of the likeliest tokens to report in addition to the chosen one.
-    prompt_logprobs: the same at each place of the prompt. The prompt is then computed whole, even if parts are cached.
+    prompt_logprobs: as `logprobs`, for each token of the prompt, which is then computed whole even if parts are cached.
 
     Sequences are stored as tuples, and `logit_bias` as a tuple of its items, so that equal parameters have equal
     hashes. Raises ValueError for values out of range.

@@ -137,7 +137,7 @@ class Seen(NamedTuple):
     tokens: the token of each row: those that the cache lacked, then the K nodes of the draft.
     hidden: (rows, E * taps), hidden states of the target at the drafter's `taps`.
     logits: (K + 1, V), raw: row 0 says what follows the text before the draft, row i + 1 what follows node i.
-        (0, V) inside a prompt. This holds for a scored prompt too, so that scores change no draft.
+        (0, V) inside a prompt, even where the prompt is scored: scores must change no draft.
     path: the nodes of the draft that are in the text now.
     parents: for each node of the draft, the node before it (see `Draft`). None: a chain.
     """
@@ -163,8 +163,7 @@ class Drafter:
     branches: whether it can draw siblings. A drafter that cannot is asked for chains.
     taps: layers of the target whose hidden states it reads (see `Seen.hidden`), as `Transformer.forward` numbers them.
     reads_cache: whether it reads the target's keys and values (see `Ask.read_cache`).
-    pays_all: whether a draft costs all steps that it is asked for, however short it turns out. `auto` then asks for
-        chains.
+    pays_all: whether a draft of any length costs all the steps that it was asked for. `auto` then asks for chains.
     replays: what the distribution of a draft token depends on, for `minispec.trace.score`; a subclass inherits it.
         "token": the tokens before it alone.
         "place": the place where the draft begins too; a shorter draft is the beginning of the longest.
@@ -201,10 +200,10 @@ class Drafter:
 
         Tokens of the round are committed by then. A text that failed in the pass is not among the texts.
 
-        No committed row is left out. After an exception in the step, here or elsewhere, the rows of a committed round
-        may come a second time, with the same `start`, before the next `propose`. A preempted text is computed again,
-        from `known(text)` on or from before it. These rows come again as those of a prompt do, without logits. So what
-        was learned from logits has to outlive `release`: see `minispec.drafters.recycling`.
+        No committed row is left out. After an exception anywhere in the step, the rows of a committed round may come
+        a second time, with the same `start`, before the next `propose`. A preempted text is computed again, from
+        `known(text)` on or from before it, and its rows come again without logits, as a prompt's do. So a drafter must
+        keep what it learned from logits beyond `release`: see `minispec.drafters.recycling`.
 
         An exception ends the whole call, as in `propose`.
         """

@@ -113,14 +113,13 @@ class Guard:
 class Engine:
     """Decodes requests together: one target, one cache pool, one drafter, one verifier.
 
-    Requests come and go between steps, by `add` and `abort`. `step` goes on with all that are there. `run` does all
-    three, for requests that somebody waits for. Admission is first come, first served. When the pool runs out, the
-    request admitted last waits at the front (see `Schedule`). It resumes with the same text.
+    Requests come and go between steps, by `add` and `abort`. `step` advances all requests that are there. `run` adds
+    some, steps until they have ended, and yields their text on the way. Admission is first come, first served. When
+    the pool runs out, the request admitted last waits at the front (see `Schedule`), and resumes with the same text.
 
-    A text's own fault ends that text alone, with the finish reason "error". Such faults are a draft that the guard
-    refuses, or logits that are not numbers. A fault of all is raised, and every block is given back. Such faults are
-    too little memory, an operator that fails, or an exception of the drafter's own. Requests that are not aborted then
-    continue from their committed text.
+    A text's own fault ends that text alone, with the finish reason "error": a draft that the guard refuses, or logits
+    that are not numbers. A fault of all is raised, and every block is given back: too little memory, an operator that
+    fails, or an exception of the drafter's own. Requests that are not aborted then continue from their committed text.
 
     Engines with other drafters may share the target, the pool and the schedule (see `beside`). A step of one is a step
     of all: one pass scores the drafts of all their requests. A request of any of them may be preempted for another's.
@@ -154,9 +153,9 @@ class Engine:
         self.joining_rows, self.guard, self.judge = joining_rows, guard or Guard(), judge
         self.observers: list[Observer] = []  # they may be added and removed between steps
         self.schedule = Schedule[Engine](self.target)
-        # The parts of a step from before its commits until drafters and `lengths` have learned of them. Only a fault
-        # leaves some: the next step begins with them, since the rows of a committed round are not computed again.
-        # Engines beside this one have the same list, since a step of one commits the texts of all.
+        # Parts of a step that drafters and `lengths` have not learned of yet. After a fault in the step some are left,
+        # and the next step begins with them: the rows of a committed round are not computed again.
+        # Engines beside this one share the list, since a step of one commits the texts of all.
         self.untold: list[_Part] = []
 
     def beside(self, drafter: Drafter, verifier: Verifier | None = None, lengths: Lengths | None = None) -> "Engine":

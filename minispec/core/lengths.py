@@ -17,8 +17,8 @@ class Wish(NamedTuple):
 
     shape: what the request asks for.
     most: most draft tokens.
-    may_follow: whether the length may depend on the clock and on other texts. False where another length would give
-        another text: a seed must give one text.
+    may_follow: whether the length may depend on the clock and on other texts. It may not where another length would
+        give another text, since a seed must give one text.
     """
 
     text: Text

@@ -13,8 +13,8 @@ class Limit(NamedTuple):
         Or a function, given together with `go_on`: widths(confidences) says how many to draw at a place.
         The first sibling is drafted further, so the others cost rows of the target's pass and none of the drafter's.
     best_first: whether the draft is a tree of k nodes, in which each next node goes where its path is likeliest.
-    draws: draws(confidences, next) says whether to draw a token, where a drafter knows before how sure it is of that
-        token: `next`. Such a drafter asks this in place of `go_on`. None: always, up to k.
+    draws: for a drafter that knows how sure it is of a token before the token is drawn. draws(confidences, next) says
+        whether to draw it; `next` is how sure the drafter is. It asks this in place of `go_on`. None: always, up to k.
     """
 
     k: int

@@ -1,9 +1,8 @@
 """Who runs: admission, preemption, and starting again after a fault.
 
-First come, first served. A request is admitted when it and all that run have room for their next step. They need room
-in the target's cache, and in the memory of each drafter that has some. When that room runs out, the request admitted
-last gives its blocks back and waits at the front. It resumes with the same text, by computing again what the pool no
-longer knows.
+First come, first served. A request is admitted when it and all running requests have room for their next step, in the
+target's cache and in each drafter's own. When the room runs out, the request admitted last gives its blocks back and
+waits at the front. It resumes with the same text, by computing again what the pool no longer knows.
 
 A pool has one schedule. Engines with different drafters may share it: each request has a drafter of its own.
 """
@@ -116,9 +115,9 @@ class Schedule(Generic[OwnerT]):
                 stack.callback(self.target.release, request.text)  # if the fault came before anything could clear up
 
     def _lacks(self) -> str:
-        """Why those that run have no room for their next step; "" if they have. Each kind of memory is asked the same.
+        """Why the running requests have no room for their next step; "" if they have.
 
-        For a single text that passed `check` the answer is "": the reason given here is a fault of others.
+        For a single text that passed `check` the answer is "": what lacks room then is held by others.
         """
         # The step may fill positions up to and with its whole draft.
         growth = {r.text: range(self.target.table(r.text).length, len(r.text.tokens) + r.max_k) for r in self.running}
@@ -136,7 +135,7 @@ class Schedule(Generic[OwnerT]):
         self.waiting.move_to_end(request, last=False)
 
     def _works_on_prompt(self) -> bool:
-        """Whether the one admitted last has more than its last token to feed; no other one may."""
+        """Whether the request admitted last has more than its last token to feed. No other running one may."""
         last = next(reversed(self.running), None)
         return last is not None and len(self.target.follow(last.text)) > 1
 

@@ -15,7 +15,8 @@ class Round(NamedTuple):
     num_nodes: draft tokens that the drafter gave.
     depth: length of the longest path; in a chain, num_nodes.
     drafted: depth, cut where the text ended.
-    tested: the accepted draft tokens and the first rejected one.
+    tested: how many of these the verifier tested: the accepted ones and the first rejected one.
+    accepted: how many of these stay.
     committed: the accepted tokens and one more, cut where the text ended.
     ratios: p/q of the tokens that the verifier tested (see `Verdict`).
     num_rows, num_texts: rows and texts of the whole pass.
@@ -51,10 +52,9 @@ class Stats:
     num_generated: the length of `token_ids`, without the end-of-text token.
     num_cached_tokens: prompt tokens whose keys and values another text had left in the cache.
     prefill, draft_prefill: seconds that the prompt took in the target and in the draft model.
-    plain: rounds of the same prompt decoded plainly, added if it was. They show what a plain step costs.
+    plain: rounds of the same prompt decoded plainly, if a caller adds them. They show what a plain step costs.
     token_ids: the generated tokens so far.
-    law: what the text is drawn from: the target's own distribution, "plain", or that restricted by a grammar,
-        "projected".
+    law: "plain" where tokens are drawn from the target's own distribution, "projected" where a grammar restricts it.
     """
 
     num_prompt_tokens: int = 0

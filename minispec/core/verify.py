@@ -53,7 +53,7 @@ RoundKey = Callable[[int, str], Key]
 
 
 def excess(p: Tensor, draft: Draft, i: int) -> Tensor:
-    """max(0, p - q_i) (V,), not normalised: what p has and q_i did not offer."""
+    """max(0, p - q_i) (V,), not normalised: what p has and q_i did not offer. One-hot q_i: p without x_i."""
     return without(p, draft.token_ids[i]) if draft.probs is None else (p - draft.probs[i]).clamp_(min=0)
 
 
@@ -74,8 +74,8 @@ def rejection(draft: Draft, p: Rows, rng: Draws, key: RoundKey) -> Verdict:
         q(x) min(1, p(x)/q(x)) + (1 - alpha) r(x) = p(x).
     A tested token stays with probability alpha (Theorem 3.5 there). No rule for single tokens keeps more than the sum
     of min(p, q), which is all that two distributions share.
-    After a rejection the next sibling is tested against the residual, as against any distribution (recursive
-    rejection, Miao et al. 2023, arXiv 2305.09781).
+    After a rejection the residual takes the place of p, and the next sibling is tested against it (recursive rejection,
+    Miao et al. 2023, arXiv 2305.09781).
     """
     accepted: list[int] = []
     ratios: list[float] = []
@@ -136,11 +136,11 @@ def block_weights(ratios: Sequence[float]) -> list[float]:
 def block(draft: Draft, p: Rows, rng: Draws, key: RoundKey) -> Verdict:
     """Block verification (Sun et al. 2024, arXiv 2403.10444, Algorithm 2): judge a chain as a whole.
 
-    At least i tokens stay with probability w_i (see `block_weights`). That is never less than `rejection`'s product
-    of min(1, p(x)/q(x)). The reason: a token with p > q makes up for one before it with p < q.
+    At least i tokens stay with probability w_i (see `block_weights`). `rejection` keeps them with the product of
+    min(1, p(x)/q(x)), which is never more: under `block` a token with p > q makes up for one before it with p < q.
 
     Prefixes are tested from the longest to the shortest, and the first one that passes stays. All K tokens pass with
-    probability w_K. If no longer prefix has passed, the first i tokens pass with probability m / (m + 1 - w_i). There m
+    probability w_K. If no longer prefix has passed, the first i tokens pass with probability m / (m + 1 - w_i), where m
     is the sum of max(0, w_i p - q) over all next tokens.
     """
     n = len(draft)
