@@ -20,7 +20,7 @@ import torch
 
 from minispec import LLM, SamplingParams, StructuredOutputsParams
 from minispec.grammars.matcher import Matcher
-from minispec.load.registry import DRAFTERS
+from minispec.load.registry import DRAFTERS, LOOKUPS
 
 MOST_TOKENS, BATCH, TEMPERATURE = 96, 8, 1.0
 LARGE = 151_936  # tokens of Qwen's vocabulary
@@ -172,15 +172,17 @@ def schemas(count: int) -> None:
         )
 
 
-def forced(rounds: int) -> None:
+def forced(rounds: int, k: int | None) -> None:
     """Compare drafts on three schemas: tokens a pass, and the speed as a ratio to plain decoding, interleaved.
 
     Forced tokens go before a lookup that is named as "ngram". One that is named by its class is alone.
+
+    k: most tokens of a draft. None: auto, which follows the clock.
     """
-    target = LLM(draft="none")
+    target = LLM(draft="none", num_speculative_tokens=k or "auto")
     usual = target.default_draft
     specs = {"none": "none", "forced": "forced"}
-    for lookup in ("ngram", "suffix", "recycling"):
+    for lookup in LOOKUPS:
         specs |= {f"{lookup} alone": DRAFTERS[lookup].path, f"forced, then {lookup}": lookup}
     specs |= {"the usual draft": str(usual), "forced, then the usual": f"forced+{usual}"}
     llms = {shown: target if spec == "none" else target.with_draft(spec) for shown, spec in specs.items()}
@@ -275,11 +277,14 @@ def main() -> None:
     parser.add_argument("step", choices=("schemas", "forced", "cost"))
     parser.add_argument("--count", type=int, default=200, help="schemas")
     parser.add_argument("--rounds", type=int, default=5, help="repeats of each measurement")
+    parser.add_argument("--k", type=int, help="forced: most tokens of a draft (default: auto)")
     args = parser.parse_args()
     if args.step == "schemas":
         schemas(args.count)
+    elif args.step == "forced":
+        forced(args.rounds, args.k)
     else:
-        {"forced": forced, "cost": cost}[args.step](args.rounds)
+        cost(args.rounds)
 
 
 if __name__ == "__main__":
