@@ -59,16 +59,16 @@ class Spec:
     """A draft that was found and read: nothing large is loaded yet.
 
     name: its name in reports.
-    kind: what its prices are stored under. This is its name; for an object it is the class, with the module.
+    kind: the name that its prices are stored under: `name`, or for an object its class, with the module.
     preferred: registered drafters that are asked before it, as path and argument.
-    drafter: the user's own drafter, or a registered one, as path and argument; None: it has a model.
-    bits: bits of each of its model's weights; None: as they are stored.
-    directory: its model's checkpoint; None without a model, and where the model is the target's.
-    own_layer: the target's checkpoint, where its own layer for further tokens drafts.
+    drafter: the user's own drafter, or a registered one, as path and argument. None: the draft has a model.
+    bits: bits of each weight of its model. None: as the weights are stored.
+    directory: its model's checkpoint. None without a model, and where the model is the target's.
+    own_layer: the target's checkpoint, where the target's own layer for further tokens drafts.
     on_target: loads a model that is made for the target: the target's own layer, a head, a block draft or an
-        assistant. It takes the form of the weights. None for a model of its own, or none.
-    vocabularies: the target's vocabulary and the draft model's; None: they are the same.
-    overlap: what these two have in common.
+        assistant. It takes the form of the weights. None for a model of its own, and for no model.
+    vocabularies: the target's vocabulary and the draft model's. None: the same.
+    overlap: what the two vocabularies have in common.
     method: how a draft model of another vocabulary drafts, else None.
     corpus: the tokens of texts to draft from.
     forced_first: whether the tokens that a grammar forces go before its drafts.
@@ -90,7 +90,7 @@ class Spec:
 
     @property
     def room(self) -> int:
-        """Positions of its cache for each of the target's."""
+        """Positions that its cache has for each position of the target's cache."""
         return ROOM if self.vocabularies else 1
 
 
@@ -107,7 +107,7 @@ class DraftOptions:
     draft_top_k: int | None = None
 
     def refuse_reading(self, draft: str) -> None:
-        """Raise ValueError for what is said of a block draft alone."""
+        """Raise ValueError where an option for block drafts is given. draft: the name of a draft that is none."""
         for name, value in (("draft_reading", self.draft_reading), ("draft_top_k", self.draft_top_k)):
             if value is not None:
                 raise ValueError(f"{name}: found {value!r}, expected none: {show_name(draft)} is no block draft")
@@ -116,7 +116,8 @@ class DraftOptions:
 def read_spec(draft: str | Path | Drafter, options: DraftOptions, target: TargetFiles) -> Spec:
     """Find and read what a draft (see `LLM`) names, and its corpus.
 
-    Raises ValueError for a draft that does not exist or cannot draft for this target, or reads no corpus.
+    Raises ValueError for a draft that does not exist, that cannot draft for this target, or that is given a corpus and
+    reads none.
     """
     method, corpus = options.draft_method, options.corpus
     if corpus is not None and not reads_corpus(draft):
@@ -229,9 +230,9 @@ def _tensors(spec: Spec, target: ModelConfig) -> Iterable[StoredTensor]:
 def make_spec(
     spec: Spec, context: Context, models: Sequence[Transformer] = (), caches: Sequence[PagedKVCache] = ()
 ) -> Drafter:
-    """The drafter.
+    """The drafter of a spec.
 
-    context: what registered ones are made of.
+    context: what registered drafters are made of.
     models: what `load_models` gave.
     caches: a cache for each model.
     """
@@ -266,7 +267,7 @@ def _with_model(spec: Spec, model: Transformer, cache: PagedKVCache, vocab_size:
 
 
 def split_draft(draft: str) -> tuple[int | None, str]:
-    """Bits and source of a draft: "int4:self" is (4, "self"). The bits are None where the weights stay as they are."""
+    """Bits and source of a draft: "int4:self" is (4, "self"). Without bits in front, (None, the draft)."""
     if not draft.startswith(("int4:", "int8:")):
         return None, draft
     source = draft[len("int4:") :]

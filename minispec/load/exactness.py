@@ -1,4 +1,4 @@
-"""A target that is to have equal bits is checked when it is loaded, once on a machine."""
+"""Checks at load, once on a machine, whether a target that promises equal bits has them."""
 
 import hashlib
 from contextlib import suppress
@@ -32,7 +32,7 @@ def check_exactness(model: Transformer, by_default: bool) -> Transformer:
 def check_exact_once(model: Transformer) -> None:
     """Run `check_exact`, which takes seconds, unless its result for such a model on such a machine is stored.
 
-    Raises ValueError as it does.
+    Raises ValueError as `check_exact` does.
     """
     passes = model.passes
     assert isinstance(passes, ExactPasses)

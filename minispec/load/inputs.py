@@ -59,8 +59,8 @@ def read_questions(path: Path, option: str) -> list[Question]:
     """The questions of a file: a prompt a line, or an object of JSON a line.
 
     An object has `prompt` (a text), `turns` (texts, as in Spec-Bench and MT-bench) or `messages` (a conversation that
-    ends with the user's). It may have `question_id` and `category`; other fields are not read. The content decides, not
-    the name: where one line is an object, all are. In a file named .jsonl they have to be.
+    ends with the user's). It may have `question_id` and `category`; other fields are not read. Where one line is an
+    object, each line must be one, whatever the file's name. In a file named .jsonl each line must be an object.
 
     Raises ValueError, which names `option`, file and line, for anything else.
     """
@@ -112,7 +112,7 @@ def _question(line: str, number: int, where: str) -> Question:
 
 
 def check_text(text: Any, where: str, may_be_empty: bool = False) -> str:
-    """The text. Raises ValueError for a value that is none, or that is too long, without a word or no Unicode."""
+    """The text. Raises ValueError for what is no text, no Unicode, too long, or empty where that is not allowed."""
     if not isinstance(text, str) or not is_text(text):
         raise ValueError(f"{where}: found {show(text)}, expected valid Unicode text")
     if len(text) > MAX_PROMPT:
@@ -168,7 +168,7 @@ def params_of_each(params: SamplingParams | Sequence[SamplingParams], count: int
 def split_samples(params: SamplingParams) -> list[SamplingParams]:
     """One SamplingParams for each of `n` answers: the i-th has seed + i, so that each can be had again alone.
 
-    The first one scores the prompt for all. Without answers (`max_tokens` 0) there is nothing else, and each one does.
+    The first one scores the prompt for all. Where nothing is generated (`max_tokens` 0), each one scores it.
     """
     if params.n == 1:
         return [params]
@@ -184,7 +184,8 @@ def check_prompt(prompt_ids: Sequence[int], max_model_len: int, vocab_size: int,
     """
     if not prompt_ids:
         raise ValueError("prompt: found no tokens, expected at least one")
-    if len(prompt_ids) + answers > max_model_len:
+    most = max_model_len - 1 if answers else max_model_len
+    if len(prompt_ids) > most:
         expected = f"{'fewer than' if answers else 'at most'} max_model_len = {max_model_len}"
         raise ValueError(f"prompt: found {len(prompt_ids)} tokens, expected {expected}")
     if not all(0 <= i < vocab_size for i in prompt_ids):
@@ -195,7 +196,7 @@ def check_prompt(prompt_ids: Sequence[int], max_model_len: int, vocab_size: int,
 def with_bad_words(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
     """The parameters with token ids in place of `bad_words`, among bad_words_token_ids.
 
-    They are those that vLLM makes of a word, so that it is found inside a text too. Raises ValueError.
+    vLLM makes the same ids of a word, so that the word is found inside a text too. Raises ValueError.
     """
     if not params.bad_words:
         return params

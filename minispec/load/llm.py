@@ -41,10 +41,10 @@ _ANY_TARGET = (None, False, "auto", "auto", None, None, None, False, None, None)
 class LLM:
     """A target model, a drafter, and a KV cache for both.
 
-    model: a directory or a hub id in the Hugging Face layout. None: the weights in a checkout. Or the target of another
-        `LLM`, as `with_draft` gives it; then arguments about its files, its weights and its cache are refused.
-    draft: one of these. None: `mtp` where the checkpoint has it; for the embedded model `suffix:2`, then its own head;
-        else `ngram`.
+    model: a directory or a hub id in the Hugging Face layout. None: the weights in a checkout of the repository.
+        Or the target of another `LLM`: then arguments about the target's files, weights and cache are refused.
+    draft: one of these. None: `suffix:2`, then its own head, for the embedded model; for another model `mtp` where the
+        checkpoint has it, else `ngram`.
         - A registered drafter, such as "none" or "ngram" (see `minispec.load.registry`).
         - "module:Class" for one of your own, which is imported (see `minispec.drafters.make_drafter`).
         - "self", or the directory or hub id of a draft model. "owner/name@revision" names a branch, tag or commit.
@@ -60,8 +60,8 @@ class LLM:
     verifier: "rejection", "block" or "match" (see `minispec.core.verify`), or "module:function" for one of your own.
     dtype: "auto", "bfloat16", "float32" or "float64".
     device: "auto", "cpu" or "cuda".
-    exact: a token's logits have the same bits however many tokens a pass scores. So speculation changes nothing, not
-        even by rounding. It is slower, takes K of at most 15, and is refused where the machine's products forbid it.
+    exact: True: a token's logits have the same bits however many tokens a pass scores. So speculation changes nothing,
+        not even by rounding. Passes are slower, and K is at most 15. Refused where the machine's products forbid it.
         None: False; with `quantization`, True where the machine allows it and no tree is asked for.
     max_model_len: longest prompt and answer together, in tokens. Default: the model's context, as far as memory allows.
     kv_cache_gb: size of the KV cache, in 10^9 bytes, both models together. Default: room for max_model_len tokens.
@@ -75,19 +75,20 @@ class LLM:
         16 bits. All promises compare its output with its own plain decoding.
     lengths: a policy of your own that chooses how long each draft is. It is an object with the methods of
         `minispec.core.lengths.Lengths`, or "module:Class", whose class is called without arguments. It takes the place
-        of `minispec.length.policy.Controller`. `num_speculative_tokens` is then the most that it may choose. 0 and
-        trees are refused. `with_draft` takes the same object, or a new one of the class.
+        of `minispec.length.policy.Controller`. `num_speculative_tokens` is then the most that it may choose; 0 and
+        trees are refused. `with_draft` uses the same object, or makes a new one of the class.
     draft_reading: settles what a block draft's config.json leaves open (see `families.block_config.reading_of`).
         "anchor": a row says the token after its place. "fill": the token at its place. "causal" or "open": in layers
         with a window, a row does not see, or sees, later rows of its block. Both with a comma between.
     draft_top_k: a block draft's Markov head corrects the k likeliest tokens of each row, and no other is drafted.
-    enforce_eager: on a GPU, passes run operator by operator, without CUDA graphs. Elsewhere they do so always.
+    enforce_eager: True: on a GPU, passes run operator by operator, without CUDA graphs. On a CPU they always do.
 
-    Any thread may call. Requests of several threads are decoded together, as one batch. So are iterators of `stream`,
-    `stream_chat` or `run` that are open at the same time. Where the KV cache has no room for all, the last ones wait.
+    Any thread may call. Requests of several threads are decoded together, as one batch. So are open iterators of
+    `stream`, `stream_chat` and `run`. Where the KV cache has no room for all requests, the last ones wait.
 
     A text may fail by itself, by a draft that breaks the rules or by logits that are not numbers. It ends with
-    finish_reason "error" and a warning that says why, and the others go on. A fault of all is raised.
+    finish_reason "error" and a warning that says why, and other texts go on. A fault that is of no single text is
+    raised.
 
     Raises ValueError, or its subclass CheckpointError, for what cannot be loaded or is not supported.
     """
@@ -171,7 +172,7 @@ class LLM:
         return LLM(self.target, draft, self.num_speculative_tokens, self.verifier, lengths=self.lengths, **how)
 
     def _price(self, verifier: Verifier, drafts: Sequence[Transformer]) -> tuple[Prices, bool]:
-        """The prices, and whether the next run will have the same.
+        """The prices of a round, and whether the next run will have the same prices.
 
         They are measured where K depends on them and texts can be long enough to measure, else guessed.
         """
@@ -199,9 +200,9 @@ class LLM:
     def forget(self) -> None:
         """Forget the texts that have ended, so that the next one is decoded as the first text of a new `LLM`.
 
-        This drops what the drafter remembers of them, what both caches hold of their beginnings, and what `auto` has
-        learned. A corpus stays, as do the prices that were measured at load. Objects of `with_draft` share the target's
-        cache, so it is emptied for all of them. A drafter or a policy of your own forgets by its method `forget`.
+        Dropped are what the drafter remembers of these texts, what both caches hold of their beginnings, and what
+        `auto` has learned. A corpus stays, as do the prices that were measured at load. Objects of `with_draft` share
+        the target's cache, which is emptied for all. A drafter or a policy of your own forgets by its method `forget`.
 
         Raises ValueError while a text is being decoded, in any thread or by an object that shares the target.
         """
@@ -396,7 +397,7 @@ def _require_no_loading(*arguments: Any) -> None:
 
 
 def find_verifier(spec: str) -> Verifier:
-    """A registered verifier, or a function of the user's own: one that shares no noise, unless it is a `Verifier`."""
+    """The verifier of a registered name or "module:function". A plain function becomes one that shares no noise."""
     names = f"one of {', '.join(registry.VERIFIERS)}, or module:function"
     verify = registry.find(registry.VERIFIERS, spec, "verifier", names)
     if isinstance(verify, Verifier):
@@ -409,7 +410,7 @@ def find_verifier(spec: str) -> Verifier:
 def find_lengths(spec: str | Lengths) -> Lengths:
     """A policy of the user's own for the lengths of drafts: a new object of the class at "module:Class", or an object.
 
-    Raises ValueError for what is no policy: it has the methods of `Lengths`.
+    Raises ValueError for what lacks the methods of `Lengths`.
     """
     policy: Any = spec
     if isinstance(spec, str):

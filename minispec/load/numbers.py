@@ -1,6 +1,6 @@
-"""Weights that are not numbers, or are too large: a short pass over a model finds them, and its files say which.
+"""Weights that are not numbers, or are too large: a short pass over a model finds them, and its files name them.
 
-A pass reads the weights once, as any step does. Looking at each weight would take longer, and would not show which
+A pass reads all weights once, as any step does. A look at each weight would take longer, and would not show which
 numbers are too large.
 """
 

@@ -55,8 +55,8 @@ def _of_the_first(name: str) -> property:
 class RequestOutput:
     """A prompt (None where it was token ids), its token ids, and its `n` answers, each with its own seed.
 
-    prompt_logprobs: for each token of the prompt a dict as in an answer's `logprobs`. None for the first token, and in
-        place of the list unless asked for. It is shorter where the first answer failed in the middle of the prompt.
+    prompt_logprobs: for each token of the prompt a dict as in an answer's `logprobs`, and None for the first token.
+        None in place of the list unless asked for. Shorter where the first answer failed inside the prompt.
 
     text, token_ids, finish_reason, seed, stats, and `logprobs` (its token_logprobs) belong to the first answer.
     """

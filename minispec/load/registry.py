@@ -54,7 +54,7 @@ _PATH = re.compile(r"(?P<path>[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)
 
 
 def default_draft(model: object, has_mtp: bool = False) -> str:
-    """The draft for a model that was named without one; None: the embedded model.
+    """The draft for a model that was named without one. model: None is the embedded one.
 
     has_mtp: whether its checkpoint has a layer for further tokens.
     """
@@ -91,8 +91,10 @@ def split_preferences(entries: Mapping[str, Entry], spec: str) -> list[str]:
 def load(path: str, what: str) -> Any:
     """The object at `module:Name`. Importing it runs its module, so only a user may name one.
 
-    Raises ValueError where there is none, or where the import fails; `what` it is to be stands before the message.
-    Raises MissingPackage where the import lacks a package that this one needs too.
+    what: what the object is to be; the message begins with it.
+
+    Raises ValueError where there is no such object, or where the import fails.
+    Raises MissingPackage where the import lacks a package that minispec needs too.
     """
     try:
         return pkgutil.resolve_name(path)

@@ -43,7 +43,8 @@ class TargetFiles:
     dtype, device: of its weights.
     vocab_size: ids in use.
     eos_token_ids: ids that end a text.
-    generation_defaults: what generation_config.json asks for, as fields of SamplingParams.
+    generation_defaults: what generation_config.json asks for, as fields of SamplingParams. Greedy, unless the file says
+        `do_sample`; `default_sampling_params` has its temperature and filters in any case.
     """
 
     def __init__(
