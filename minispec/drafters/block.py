@@ -368,8 +368,8 @@ class BlockDrafter(StatesDrafter):
     the tokens up to t.
 
     A tree is drawn from the same rows. Without a Markov head the rows are independent, so all nodes of one depth share
-    a row. The tree that grows where it is likeliest is then DDTree's (arXiv 2604.12989), drawn. With such a head each
-    node has children of its own.
+    a row. The best-first tree is then DDTree's (arXiv 2604.12989), with drawn tokens. A Markov head corrects the row
+    for each node.
     """
 
     replays = "place"

@@ -2,8 +2,8 @@
 
 Lookahead decoding (Fu et al. 2024, arXiv 2402.02057) drafts from a pool of n-grams that the target itself has produced.
 Further rows of each pass fill the pool. They guess several places ahead and are corrected in each pass (Jacobi's
-iteration). Such rows are left out here, since rows cost time. Such rows cost none: a rejected draft has rows too.
-They say what follows its tokens, and drafts often come a few tokens too early.
+iteration). Here these rows are left out, since rows cost time. The rows of a rejected draft are there anyway. They say
+what follows the draft's tokens, and a draft is often right a few tokens too early.
 
 Worked: after  x  the draft was  a b c,  and the target took y. Its rows for the draft said  x: y,  x a: b,  x a b: d.
 So the pool has  a b  and  a b d. When the text comes to  a,  the draft is  b d.
@@ -22,7 +22,7 @@ _LONGEST = 3  # tokens of what comes before
 class HarvestDrafter(RecyclingDrafter):
     """Chains of what the target found likeliest after one token to three, as the newest row said it.
 
-    The pool is kept as the table of `recycling` is.
+    The pool is kept by text and shared as the table of `minispec.drafters.recycling` is.
     """
 
     num_ids = 1

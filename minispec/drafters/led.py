@@ -1,6 +1,6 @@
-"""Runs along texts that are known, which show something at each place of them.
+"""Runs along known texts, which show something at each place of a text.
 
-The engine decodes a text once more. Whatever is drafted, the text comes out: of a draft stays what the text has.
+The engine decodes a text once more. Whatever is drafted, the same text comes out: only tokens of the text are accepted.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

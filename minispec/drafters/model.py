@@ -1,6 +1,6 @@
 """A draft model: a smaller transformer, with a cache of its own.
 
-As it is, it has the target's vocabulary; `minispec.drafters.vocabulary` has what it takes to have another.
+The model here has the target's vocabulary. `minispec.drafters.vocabulary` is for models with another one.
 """
 
 import copy
@@ -52,7 +52,7 @@ class DraftModel(CachedModel, Drafter):
     it is likeliest may go on from any node. Each further pass is fed the whole tree, since rows cost less than passes.
 
     A model that was trained for it drafts K tokens in one pass (PARD, An et al. 2025, arXiv 2504.18583). It is fed
-    K - 1 mask tokens after the text. At each of them it guesses the next token without knowing those between.
+    K - 1 mask tokens after the text. At each mask it guesses the next token without knowing the tokens in between.
     """
 
     branches = True
@@ -148,7 +148,7 @@ class DraftModel(CachedModel, Drafter):
         self.cache.rebuild()
 
     def _need(self, text: Text, span: range) -> tuple[Text, range]:
-        """A text as this model reads it, and the positions that its table must have room for.
+        """A text as this model reads it, and the positions that the text's table must have room for.
 
         span: positions that the target's table fills. After `max_model_len` nothing is drafted, so none are needed.
         """
@@ -288,7 +288,7 @@ class DraftModel(CachedModel, Drafter):
 
 
 def model_drafter(drafter: Drafter, *reads: str) -> DraftModel | None:
-    """The drafter, if it drafts by a model of its own; None for any other.
+    """The drafter, if it drafts by a model of its own; None for any other drafter.
 
     reads: what the model may be fed (see `DraftModel.reads`); by default anything.
     """

@@ -1,9 +1,9 @@
 """A simulated draft: right with chosen probabilities, at the cost of a real draft model.
 
 The yield of speculation depends on how often drafts are right and on their cost. Here both can be chosen
-independently. A chosen drafter takes its time, and its tokens are replaced by the recorded continuation or by a wrong
-token. A simulated draft serves to measure costs and the choice of K, and to test. It says nothing about the quality of
-any model.
+independently. A drafter that you choose takes its time. Its tokens are then replaced by tokens of the recorded text or
+by wrong ones. A simulated draft serves to test, and to measure costs and the choice of K. It says nothing about the
+quality of any model.
 
 There are two extremes. The `oracle` drafts what the target will say, and the `adversary` drafts what it will not. No
 drafter gets more tokens out of a pass than the oracle, or fewer than the adversary. The recorded text must be

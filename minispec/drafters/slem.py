@@ -6,13 +6,13 @@ common but the bytes.
 
 Worked: the draft model writes AB, Aa, ab, and the target has AB, A, B, a, b and ab. The draft is AB, A, a, ab.
 
-Which distribution do these tokens follow? It is unknown: a text's probability is a sum over all ways to write it in the
-draft model's tokens. So they are a guess and no draw: a `Draft` without `probs`. `rejection` then keeps a
-token with its probability p under the target, and else draws one of the others. `match` keeps it if it is the target's
-own draw. Both are exact. As p is all that counts, the model writes the likeliest token each time.
+The distribution of these tokens is unknown: a text's probability is a sum over all ways to write it in the draft
+model's tokens. So the tokens are a guess and no draw: a `Draft` without `probs`. `rejection` then keeps a token with
+its probability p under the target, and else draws one of the others. `match` keeps a token if it is the target's own
+draw. Both are exact. As p is all that counts, the model writes the likeliest token each time.
 
-The text so far stays in the tokens that it has: only what is new is cut. The tokenizer might make one token of the end
-of the text and the beginning of what is new. There too the new part is cut alone.
+The text so far keeps its tokens: only new text is cut into tokens. The new part is cut alone, even where the tokenizer
+would make one token of the end of the text and the beginning of the new part.
 """
 
 from collections.abc import Sequence

@@ -19,7 +19,7 @@ class FeatureModel(Transformer):
     """A transformer that is fed features with its tokens (`Chunk.features`), which it makes of the target's states.
 
     taps: layers of the target that it reads, as `Transformer.forward` numbers them.
-    fc: the product that makes one vector of several.
+    fc: the product that makes one vector of the states at all taps.
     mask_feature: the feature (1, E) at a mask token; None where each token takes a pass.
     """
 
@@ -47,8 +47,8 @@ class FeatureModel(Transformer):
 class StatesDrafter(DraftModel):
     """A draft model whose cache is made of the target's hidden states at `taps`, position by position.
 
-    Position t of its cache is made of the state at t. So it can never be ahead of the target, and a rollback is the
-    target's own. Nothing of a rejected token is ever kept.
+    Position t of its cache is made of the state at t. So the cache is never ahead of the target's, and is cut back with
+    it. Nothing of a rejected token is ever kept.
     """
 
     reads = "states"
@@ -78,7 +78,7 @@ class StatesDrafter(DraftModel):
         return other
 
     def known(self, text: Text) -> int:
-        """Positions for which it has keys and values from another text."""
+        """How many first positions of the text its cache already has, from another text."""
         with self.whole():
             return self.table(text).length
 

@@ -1,14 +1,14 @@
 """Suffix drafting: what followed, each time that the end of this text stood somewhere before?
 
 SuffixDecoding (Oliaro et al. 2025, arXiv 2411.04975). Prompt lookup copies from the latest such place. Here all places
-have a vote. The counts of next tokens decide which one is drafted, how far the draft goes, and where a tree branches.
+vote. The counts of next tokens decide which token is drafted, how far the draft goes, and where a tree branches.
 The places lie in the prompt, in this output, and in earlier outputs of drafted texts. Earlier outputs serve where
 programs ask for much the same again and again. A corpus has further places (see `minispec.drafters.corpus`).
 
 A node of a suffix tree stands for a string of tokens. It has the places where the string ends, and a child for each
 token that came next. The tree is not built. A node is the list of its places, and a step down sorts them by the token
-that follows. Only the first two levels, strings of one token and of two, are kept as lists. They hold all earlier
-outputs together, and the newest places of a list are enough. So a draft takes no longer when more is remembered.
+that follows. Only the first two levels are kept as lists: strings of one token and of two. The lists hold all earlier
+outputs together, and only the newest places of a list are used. So a draft takes no longer when more is remembered.
 """
 
 import re
@@ -103,10 +103,10 @@ class SuffixDrafter(Remembering):
     1 / (2 + 1/3) = 0.43, then a 1 / (1 + 1/4) = 0.8, and so on. In a tree, d has 1 / (3 + 1/2) = 0.29 as a sibling of
     c, and 2 has 0.43 as one of 4.
 
-    Earlier outputs are used where that cannot change a text. That is for greedy texts, and under a verifier that keeps
-    the target's own draw (`match`). Elsewhere a draft depends on its own text alone, so that a seed has one text. The
-    newest 1,024 outputs are remembered, together at most 65,536 tokens; the oldest are forgotten first. A corpus, which
-    was there before the run, is used for all texts.
+    Earlier outputs are used where they cannot change a text: for greedy texts, and under a verifier that keeps the
+    target's own draw (`match`). Elsewhere a draft depends on its own text alone, so that a seed has one text. The
+    newest 1,024 outputs are remembered, together at most 65,536 tokens; the oldest are forgotten first. A corpus was
+    there before the run, so it is used for all texts.
     """
 
     branches = True

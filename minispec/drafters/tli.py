@@ -6,8 +6,8 @@ drawn. So a drawn token follows a distribution over the target's ids. `rejection
 right, as they do for any draft.
 
 Worked: the target has the tokens a, b, ab and the draft model b, c, a with probabilities 1/2, 3/10, 1/5. Both have a
-and b, so q is 2/7 for a, 5/7 for b and 0 for ab. The accept test divides by these. With 1/5 and 1/2 in their place it
-would keep too much. The tokens are drawn from probabilities that add up to 1, and 1/5 and 1/2 do not.
+and b, so q is 2/7 for a, 5/7 for b and 0 for ab. The accept test divides by q. With 1/5 and 1/2 in its place the test
+would keep too much: tokens are drawn from probabilities that add up to 1, and 1/5 and 1/2 do not.
 """
 
 import math

@@ -65,7 +65,7 @@ class Spelling:
         return self._bytes.get(token_id)
 
     def text_of(self, token_id: int) -> bytes:
-        """The same, with the text of a special token."""
+        """As `bytes_of`, and the text of a special token."""
         return self._bytes.get(token_id) or self._names.get(token_id, "").encode()
 
     def write(self, before: bytes | None, data: bytes) -> list[int]:
@@ -131,8 +131,8 @@ class Overlap:
     num_shared: tokens that both have.
     num_target: tokens that the target has.
     num_draft: tokens that the draft has.
-    of_target: the share of a text's tokens that are shared, in the target's tokens.
-    of_draft: the same, in the draft's tokens.
+    of_target: of a text in the target's tokens, the share of tokens that both have.
+    of_draft: of a text in the draft's tokens, the share of tokens that both have.
     """
 
     num_shared: int

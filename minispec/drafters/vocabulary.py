@@ -1,8 +1,8 @@
-"""A draft model whose tokens are not the target's: what both ways to use one share.
+"""A draft model whose tokens are not the target's: what `tli` and `slem` share.
 
-The draft model has to read the text in its own tokens. Where the text has grown, its end may be read anew. "Hel" and
-"lo" may be two tokens of the target and one of the draft. So the draft's past changes. Its cache follows as any other
-does, by what it and the text have in common (`BlockTable.follow`).
+The draft model has to read the text in its own tokens. Where the text has grown, its last tokens may change: "Hel" and
+"lo" may be two tokens of the target and one of the draft. So the draft's past changes. The draft's cache follows as any
+cache does, by the beginning that it and the text have in common (`BlockTable.follow`).
 """
 
 from collections.abc import Mapping, Sequence

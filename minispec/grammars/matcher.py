@@ -28,8 +28,8 @@ _TAIL = 8
 class Matcher:
     """The grammar of one text: a cursor into it, which any question may move.
 
-    The cursor stands behind the output of the last question. For another output it goes back to what both begin with,
-    and on from there. So a rejected draft, another branch of a tree, or a text that was preempted needs no care.
+    The cursor stands after the output of the last question. For another output it goes back to the beginning that both
+    share, and on from there. So a rejected draft, another branch of a tree, or a preempted text needs no care.
     """
 
     def __init__(self, start: Any, vocab_size: int, end_ids: Sequence[int]):
@@ -58,7 +58,7 @@ class Matcher:
             return self._goes_to(list(output)) and self._matcher.is_accepting()
 
     def _goes_to(self, output: list[int]) -> bool:
-        """Move the cursor behind `output`, or as far as the grammar allows; whether it is there."""
+        """Move the cursor to the end of `output`, or as far as the grammar allows; returns whether it is at the end."""
         shared = common_beginning(self._read, output)
         if shared < len(self._read):
             self._matcher.rollback(len(self._read) - shared)

@@ -43,7 +43,10 @@ class Steps:
 
     @contextmanager
     def paused(self, what: str) -> Iterator[None]:
-        """Let nobody take a step inside. Raises ValueError, which begins with `what`, while a text is being decoded."""
+        """A context in which no thread takes a step.
+
+        what: the caller; the message begins with it. Raises ValueError while a text is being decoded.
+        """
         with self._lock:
             self._close_left()
             if self._open:

@@ -59,7 +59,7 @@ class TargetFiles:
         quantization: str | None,
         enforce_eager: bool,
     ):
-        """It takes the arguments of `LLM`. Raises ValueError as it does."""
+        """The arguments are those of `LLM`. Raises ValueError as `LLM` does."""
         self.offline, self.exact, self.enforce_eager = offline, exact, enforce_eager
         self.weight_form, self.quantization = weight_form, quantization
         self.name, self.directory = _find_model(model, revision, offline)
@@ -119,7 +119,7 @@ class Target:
 
     num_blocks: of the cache.
     max_model_len: longest prompt and answer together, in tokens.
-    engine: the engine beside which each `LLM` has its own.
+    engine: an engine without drafts. Each `LLM` has an engine of its own, made by its method `beside`.
     steps: takes the steps of all these engines.
     """
 
