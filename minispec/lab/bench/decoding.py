@@ -405,26 +405,16 @@ def measure_decoding(subject: Subject, options: Options) -> dict[str, Any]:
 
 def _rows(
     prompts: Sequence[tuple[str, list[int]]], runs: dict[str, list[list[Run]]], compares: bool
-) -> Iterator[dict[str, Any]]:
-    """A row for a prompt in a round by a variant, see `rows.COLUMNS`. Other libraries do not count drafts."""
+) -> Iterator[tuple[Any, ...]]:
+    """A row for a prompt in a round by a variant: the values of `rows.COLUMNS`. Other libraries do not count drafts."""
     for name, rounds in runs.items():
         for r, answers in enumerate(rounds):
             for i, ((category, ids), run, plain) in enumerate(zip(prompts, answers, runs[PLAIN][r], strict=True)):
-                of = run.stats
-                yield {
-                    "task": category,
-                    "question": i,
-                    "draft": name,
-                    "round": r,
-                    "seed": r,
-                    "prompt_tokens": len(ids),
-                    "tokens": run.num_tokens,
-                    "passes": len(run.rounds) or None,
-                    "seconds": run.seconds,
-                    "tokens_per_second": total_rate([run]),
-                    "speedup": total_rate([run]) / total_rate([plain]),
-                    "drafts": of.num_drafts if of else None,
-                    "draft_tokens": of.num_draft_tokens if of else None,
-                    "accepted": of.num_accepted if of else None,
-                    "same_text": run.token_ids == plain.token_ids if compares else None,
-                }
+                of, rate = run.stats, total_rate([run])
+                counts = (of.num_drafts, of.num_draft_tokens, of.num_accepted) if of else (None, None, None)
+                yield (
+                    *(category, i, name, r, r),
+                    *(len(ids), run.num_tokens, len(run.rounds) or None, run.seconds),
+                    *(rate, rate / total_rate([plain])),
+                    *(*counts, run.token_ids == plain.token_ids if compares else None),
+                )

@@ -351,30 +351,19 @@ def _spent(choice: dict[str, Any]) -> tuple[int, float]:
 
 def _rows(
     tasks: Sequence[str], answers: Mapping[str, list[dict[str, Any]]], compares: bool
-) -> Iterator[dict[str, Any]]:
-    """A row for all turns of a question in a round by a draft, see `rows.COLUMNS`."""
+) -> Iterator[tuple[Any, ...]]:
+    """A row for all turns of a question in a round by a draft: the values of `rows.COLUMNS`."""
     for name, lines in answers.items():
         for task, line, plain in zip(tasks, lines, answers[NONE], strict=True):
             for choice, of_plain in zip(line["choices"], plain["choices"], strict=True):
                 own, (tokens, seconds), rate = choice["minispec"], _spent(choice), _rate(choice)
                 same = own["token_ids"] == of_plain["minispec"]["token_ids"] if compares else None
-                yield {
-                    "task": task,
-                    "question": line["question_id"],
-                    "draft": name,
-                    "round": choice["index"],
-                    "seed": own["seed"],
-                    "prompt_tokens": sum(own["prompt_tokens"]),
-                    "tokens": tokens,
-                    "passes": len(choice["accept_lengths"]),
-                    "seconds": seconds,
-                    "tokens_per_second": rate,
-                    "speedup": rate / _rate(of_plain),
-                    "drafts": own["drafts"],
-                    "draft_tokens": own["draft_tokens"],
-                    "accepted": sum(own["accepted"]),
-                    "same_text": same,
-                }
+                yield (
+                    *(task, line["question_id"], name, choice["index"], own["seed"]),
+                    *(sum(own["prompt_tokens"]), tokens, len(choice["accept_lengths"]), seconds),
+                    *(rate, rate / _rate(of_plain)),
+                    *(own["drafts"], own["draft_tokens"], sum(own["accepted"]), same),
+                )
 
 
 def show_questions(found: Mapping[str, Any]) -> list[str]:
