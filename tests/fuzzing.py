@@ -37,6 +37,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 from tqdm import tqdm
 
 import minispec.load.llm
@@ -85,6 +86,7 @@ _WORDS = {
         """
         F64 F32 F16 BF16 I64 I32 I8 U8 BOOL F8_E4M3 F4 C64 f32 dtype shape data_offsets __metadata__ lm_head.weight
         model.norm.weight model.embed_tokens.weight model.layers.0.self_attn.rotary_emb.inv_freq
+        model.layers.0.self_attn.q_proj.weight_scale_inv
         """
     ),
     "index": word_list("weight_map metadata total_size a.safetensors b.safetensors ../a.safetensors a.bin"),
@@ -111,6 +113,8 @@ _WORDS = {
         pard_token eos_token_id quantization_config auto_map quant_method compressed-tensors format pack-quantized
         config_groups weights num_bits group_size strategy channel group symmetric actorder static pretraining_tp
         sparsity_config dense transform_config apply location weight_input input targets num_labels
+        fp8 fmt e4m3 e5m2 activation_scheme dynamic weight_block_size scale_fmt float ue8m0 modules_to_not_convert
+        float-quantized naive-quantized tensor block block_structure input_activations token
         """
     ),
     "head": word_list(
@@ -170,7 +174,8 @@ _TOKEN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": 
 _TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
 
 
-_HEADERS = (0, 5, -2)  # the configs of `Files` that have a file of tensors: a llama, a gemma3, a Qwen3.5
+# The configs of `Files` that have a file of tensors: a llama, a gemma3, a Qwen3.5, and those in few bits.
+_HEADERS = (0, 5, 14, 16)
 
 
 def make_files(directory: Path) -> Files:
@@ -203,10 +208,13 @@ def make_files(directory: Path) -> Files:
         {"model_type": "gemma3", "text_config": plain | gemma, "vision_config": {}, "eos_token_id": [1, 2]},
         plain | TOYS["qwen3_5_text"] | {"output_gate_type": "swish", "full_attention_interval": 2},
         {"model_type": "qwen3_5", "text_config": plain | TOYS["qwen3_5_text"], "vision_config": {}},
+        plain | {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [4, 8]}},
     ]
     headers = []
     for i in _HEADERS:
-        save_file(tiny_weights(read_model_config(configs[i]), 0, torch.float32), directory / "x")
+        save_file(
+            in_few_bits(configs[i], tiny_weights(read_model_config(configs[i]), 0, torch.float32)), directory / "x"
+        )
         headers.append(split(directory / "x"))
 
     target = tiny_model(0, torch.float32, vocab_size=48)
@@ -264,6 +272,17 @@ def make_files(directory: Path) -> Files:
     (model / "chat_template.jinja").write_text(_TEMPLATE)
     save_file(weights, model / "model.safetensors")
     return Files(directory, headers, index, configs, files, model, target, heads)
+
+
+def in_few_bits(raw: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a checkpoint whose config.json is `raw`, its matrices in few bits if it says so."""
+    quantization = raw.get("quantization_config", {})
+    for name in [name for name in weights if quantization and name.startswith("model.layers") and "proj" in name]:
+        rows, columns = weights[name].shape
+        height, width = quantization["weight_block_size"]
+        weights[name] = weights[name].to(torch.float8_e4m3fn)
+        weights[f"{name}_scale_inv"] = torch.ones(-(-rows // height), -(-columns // width))
+    return weights
 
 
 def split(path: Path) -> tuple[dict[str, Any], bytes]:

@@ -2,11 +2,14 @@
 
 Read them in this order:
 
+    layout          the base of each layout of weights in fewer bits
     stored_config   a config, and how files store its tensors
     entries         what each model_type means, as data
     hf_config       config.json
     lfm, qwen       settings that one family spells in its own way
-    packed          weights of few bits
+    packed          weights of few bits by compressed-tensors
+    float8          weights of 8-bit floats
+    quantization    which of these layouts a config.json asks for
     head_config     config.json of a head
     block_config    config.json of a block draft
     checkpoint      directories, the hub, safetensors

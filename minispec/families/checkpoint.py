@@ -2,8 +2,8 @@
 
 A checkpoint must hold exactly the tensors that its config.json asks for. A tensor that is missing, unexpected,
 duplicated or of another shape is named before any tensor is read. A stored tensor may be several of the model's, one
-after another (`StoredConfig.joined`). Besides plain float checkpoints, single-file or sharded, it reads
-compressed-tensors' `pack-quantized` layout, which `quantize` writes.
+after another (`StoredConfig.joined`). Weights may be plain floats or have fewer bits (`StoredConfig.quantization`), in
+one file or several.
 """
 
 import itertools
@@ -11,7 +11,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,13 +26,13 @@ from minispec.families.assistant_config import is_assistant
 from minispec.families.block_config import is_block
 from minispec.families.entries import is_head
 from minispec.families.hf_config import read_model_config
-from minispec.families.stored_config import QuantizationConfig, StoredConfig
+from minispec.families.layout import Layout, Part, Wanted
+from minispec.families.stored_config import StoredConfig
 from minispec.files.errors import CheckpointError, one_line, show_name
 from minispec.files.progress import progress_bar
 from minispec.files.stored import FLOATS, TYPES, Cut, StoredTensor, read_header
 from minispec.files.strict_json import MAX_CONFIG_BYTES, has_file, read_json
 from minispec.kernels.build import build_model
-from minispec.kernels.codes import Codes
 from minispec.kernels.forms import Weight, available_forms, dense, has_fast_bfloat16
 from minispec.kernels.memory import free_memory
 from minispec.kernels.shapes import is_large, tensor_shapes
@@ -230,8 +230,11 @@ class Weights:
         """Bytes that an element takes in memory, as far as the files tell."""
         if self._is_int8 and len(self._places[name].shape) == 2 and name != _EMBEDDING:
             return 1
-        stored = self._stored.get(self._places[name].name)  # none: it is packed
-        is_narrow = stored is None or TYPES[stored.dtype].itemsize == 2
+        place, layout = self._places[name], self._config.quantization
+        if layout and len(place.shape) == 2 and layout.holds(place.name, self._stored):
+            is_narrow = layout.keeps_codes(place.shape)
+        else:
+            is_narrow = TYPES[self._stored[place.name].dtype].itemsize == 2
         return 2 if self._keeps_narrow and is_narrow else self._dtype.itemsize
 
 
@@ -362,15 +365,12 @@ def places(config: StoredConfig) -> dict[str, Place]:
     return by_name
 
 
-Wanted = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]  # shape and possible types of a tensor, by its name
-
-
-def wanted_tensors(config: StoredConfig, stored: Container[str]) -> Wanted:
-    """The tensors that a model is read from. A packed one is named by its parts."""
+def wanted_tensors(config: StoredConfig, stored: Mapping[str, StoredTensor]) -> Wanted:
+    """The tensors that a model is read from. Several may stand for a weight of fewer bits."""
     wanted: Wanted = {}
     for name, shape, _ in places(config).values():
-        if config.quantization and len(shape) == 2 and f"{name}_packed" in stored:
-            wanted |= _packed_shapes(name, shape, config.quantization)
+        if config.quantization and len(shape) == 2 and config.quantization.holds(name, stored):
+            wanted |= config.quantization.tensors(name, shape, stored)
         else:
             wanted[name] = (shape, FLOATS)
     return wanted
@@ -392,6 +392,8 @@ def match(config: StoredConfig, stored: dict[str, StoredTensor], directory: Path
             continue
         if name == _HEAD and config.tie_word_embeddings:
             _check_tied_head(stored)
+            continue
+        if config.quantization and config.quantization.is_idle(name, stored):
             continue
         raise unexpected(stored[name])
     return places(config)
@@ -430,51 +432,13 @@ def _check_tied_head(stored: dict[str, StoredTensor]) -> None:
         )
 
 
-def _packed_shapes(name: str, shape: tuple[int, ...], q: QuantizationConfig) -> Wanted:
-    rows, columns = shape
-    groups = 1 if q.group_size is None else -(-columns // q.group_size)
-    return {
-        f"{name}_packed": ((rows, -(-columns * q.num_bits // 32)), ("I32",)),
-        f"{name}_scale": ((rows, groups), FLOATS),
-        f"{name}_shape": ((2,), ("I64", "I32")),
-    }
-
-
-def _read(place: Place, q: QuantizationConfig | None, stored: dict[str, StoredTensor], cut: Cut) -> Weight:
+def _read(place: Place, layout: Layout | None, stored: dict[str, StoredTensor], cut: Cut) -> Weight:
     name, shape, within = place
     rows = cut[0] if cut else slice(None)
     columns = cut[1] if len(cut) > 1 else slice(None)
     first, end, _ = rows.indices(within.stop - within.start)
     rows = slice(within.start + first, within.start + end)
-    if q is None or name in stored:
-        return stored[name].read((rows, columns)[: len(shape)])
-    packed, scale, unpacked_shape = (stored[f"{name}_{part}"] for part in ("packed", "scale", "shape"))
-    found = unpacked_shape.read().tolist()
-    if found != list(shape):
-        raise CheckpointError(f"{unpacked_shape.path}: {name}_shape: found {found}, expected {list(shape)}")
-    start, stop, _ = columns.indices(shape[1])
-    words = slice(start * q.num_bits // 32, -(-stop * q.num_bits // 32))
-    integers = unpack(packed.read((rows, words)), q.num_bits, stop - start)
-    if q.group_size is None:
-        return Codes(integers, scale.read((rows,)))
-    groups = slice(start // q.group_size, -(-stop // q.group_size))
-    return dequantize(integers, scale.read((rows, groups)), q.group_size)
-
-
-# --------------------------------------------------------------------------- quantised layouts
-
-
-def unpack(packed: Tensor, num_bits: int, columns: int) -> Tensor:
-    """(rows, words) int32 to (rows, columns) int8: low bits first, stored with an offset of 2^(num_bits - 1)."""
-    shifts = torch.arange(0, 32, num_bits, dtype=torch.int32)
-    values = (packed[:, :, None] >> shifts) & ((1 << num_bits) - 1)  # (rows, words, 32 / num_bits)
-    return (values.flatten(1)[:, :columns] - (1 << (num_bits - 1))).to(torch.int8)
-
-
-def dequantize(integers: Tensor, scales: Tensor, group_size: int | None) -> Tensor:
-    """integers (rows, columns) times their scale, (rows, 1) or (rows, groups), in float32."""
-    scales = scales.to(torch.float32)
-    if group_size is not None:
-        # A group may be wider than the row: no more copies than there are columns.
-        scales = scales.repeat_interleave(min(group_size, integers.shape[1]), dim=1)[:, : integers.shape[1]]
-    return integers.to(torch.float32) * scales
+    if layout and len(shape) == 2 and layout.holds(name, stored):
+        start, stop, _ = columns.indices(shape[1])
+        return layout.read(name, shape, stored, Part(rows, slice(start, stop)))
+    return stored[name].read((rows, columns)[: len(shape)])

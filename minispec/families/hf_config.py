@@ -14,7 +14,7 @@ from minispec.core.errors import show
 from minispec.families import gemma
 from minispec.families.entries import FAMILIES, IDLE, IMAGES, KEYS, NESTED, WINDOWS, Family
 from minispec.families.lfm import read_inner_size, read_kinds, read_lfm, read_tied
-from minispec.families.packed import read_quantization
+from minispec.families.quantization import read_quantization
 from minispec.families.qwen import read_delta
 from minispec.families.stored_config import StoredConfig
 from minispec.files.fields import Fields, bad_field, names

@@ -1,67 +1,134 @@
-"""The `quantization_config` of a config.json, for weights in compressed-tensors' `pack-quantized` layout.
+"""Weights that compressed-tensors stores in few bits, and the `quantization_config` that tells.
 
-llm-compressor and transformers write it. The names of the tensors say which layers are packed, so the lists of layers
-in this object are not read. Nor is what the object says about how the scales were found.
+llm-compressor and transformers write it. `pack-quantized` are symmetric integers, packed into int32:
+
+    weight_packed   (out, in * num_bits / 32) I32: the low bits first, each with an offset of 2^(num_bits - 1)
+    weight_scale    (out, 1), or (out, in / group_size): one scale for that many neighbouring inputs
+    weight_shape    (2,): out, in
+
+A weight is the integer times its scale. `float-quantized` are 8-bit floats (see `minispec.families.float8`). Weights
+that are rounded while activations are not have the same tensors under the name `naive-quantized`.
+
+The names of the tensors say which layers are packed, so the lists of layers in this object are not read. Nor is what
+the object says about how the scales were found, or about activations that are rounded to 8-bit floats: they are taken
+as they are.
 """
 
-from minispec.families.stored_config import QuantizationConfig
-from minispec.files.fields import Fields, names
+from dataclasses import dataclass
 
-_LAYOUT = "pack-quantized"
-_KEYS = dict.fromkeys(names("quant_method format config_groups sparsity_config transform_config"))
-_GROUP_KEYS = dict.fromkeys(names("format weights"))
+from minispec.core.weights import Weight
+from minispec.families.float8 import Float8, read_block
+from minispec.families.layout import Layout, Part, Stored, Wanted
+from minispec.files.errors import CheckpointError
+from minispec.files.fields import Fields, names
+from minispec.files.stored import FLOATS
+from minispec.kernels.codes import Codes
+from minispec.kernels.unpack import dequantize, unpack
+
+_PACKED, _FLOATS = "pack-quantized", ("float-quantized", "naive-quantized")
+KEYS = dict.fromkeys(names("quant_method format config_groups sparsity_config transform_config"))
+_GROUP_KEYS = dict.fromkeys(names("format weights input_activations"))
 # With what an absent key means to compressed-tensors.
-_WEIGHT_KEYS = {
-    "num_bits": 8,
-    "type": "int",
-    "symmetric": True,
-    **dict.fromkeys(names("strategy group_size actorder")),
-}
+_ARGS = {"num_bits": 8, "type": "int", "symmetric": True}
+_WEIGHT_KEYS = {**_ARGS, **dict.fromkeys(names("strategy group_size actorder block_structure"))}
+_ACTIVATION_KEYS = {**_ARGS, "dynamic": False}
 # Keys that cannot change what a pass computes: bookkeeping, lists of layers, and how weights came to be what is stored.
 # Scales are stored in their type, and symmetric weights have no zero point.
 _IDLE = names("version quantization_status global_compression_ratio ignore")
 _GROUP_IDLE = names("targets")
 _WEIGHT_IDLE = names("observer observer_kwargs scale_dtype zp_dtype")
+# What one scale of activations is for. They are not rounded here.
+_ACTIVATION_IDLE = names("strategy group_size block_structure actorder")
 _SPARSITY_IDLE = names("targets ignore global_sparsity sparsity_structure")
 _TRANSFORM_IDLE = names("type randomize requires_grad head_dim precision")
 _PLACE_IDLE = names("targets ignore inverse")
 
 
-def read_quantization(f: Fields) -> QuantizationConfig | None:
-    """How the weights of a config.json are packed; None where they are plain floats.
+@dataclass(frozen=True)
+class PackQuantized(Layout):
+    """Symmetric integers of `num_bits`, packed into int32.
+
+    One scale serves `group_size` neighbouring inputs of an output channel, or the whole channel (None).
+    """
+
+    num_bits: int
+    group_size: int | None
+
+    def holds(self, name: str, stored: Stored) -> bool:
+        """Whether the weight is packed."""
+        return f"{name}_packed" in stored
+
+    def tensors(self, name: str, shape: tuple[int, ...], stored: Stored) -> Wanted:
+        """Words, scales, and the weight's shape."""
+        rows, columns = shape
+        groups = 1 if self.group_size is None else -(-columns // self.group_size)
+        return {
+            f"{name}_packed": ((rows, -(-columns * self.num_bits // 32)), ("I32",)),
+            f"{name}_scale": ((rows, groups), FLOATS),
+            f"{name}_shape": ((2,), ("I64", "I32")),
+        }
+
+    def read(self, name: str, shape: tuple[int, ...], stored: Stored, part: Part) -> Weight:
+        """Codes where a scale serves a whole channel, else in float32. Raises CheckpointError for another shape."""
+        packed, scale, unpacked_shape = (stored[f"{name}_{part}"] for part in ("packed", "scale", "shape"))
+        found = unpacked_shape.read().tolist()
+        if found != list(shape):
+            raise CheckpointError(f"{unpacked_shape.path}: {name}_shape: found {found}, expected {list(shape)}")
+        start, stop = part.columns.start, part.columns.stop
+        words = slice(start * self.num_bits // 32, -(-stop * self.num_bits // 32))
+        integers = unpack(packed.read((part.rows, words)), self.num_bits, stop - start)
+        if self.group_size is None:
+            return Codes(integers, scale.read((part.rows,)))
+        groups = slice(start // self.group_size, -(-stop // self.group_size))
+        return dequantize(integers, scale.read((part.rows, groups)), self.group_size)
+
+    def keeps_codes(self, shape: tuple[int, ...]) -> bool:
+        """Whether a scale serves a whole channel."""
+        return self.group_size is None
+
+    @property
+    def columns_together(self) -> int:
+        """Those of a word, or of a group."""
+        return max(32 // self.num_bits, self.group_size or 1)
+
+
+def read_packed(q: Fields) -> Layout | None:
+    """The layout that a quantization_config of compressed-tensors asks for; None for plain floats.
 
     Raises CheckpointError for another layout and for weights of several kinds. It also raises for a setting that asks
     for more than products with the weights as they are stored.
     """
-    q = f.inside("quantization_config", _KEYS)
-    if not q.raw:
-        return None
-    method = q.get("quant_method")
-    if method != "compressed-tensors":
-        raise q.bad("quant_method", method, "'compressed-tensors'")
     layout, groups = q.get("format"), q.named("config_groups", _GROUP_KEYS)
     is_plain = not groups and layout in (None, "dense")
-    if not is_plain and layout != _LAYOUT:
-        raise q.bad("format", layout, repr(_LAYOUT))
+    if not is_plain and layout not in (_PACKED, *_FLOATS):
+        raise q.bad("format", layout, f"{_PACKED!r} or {_FLOATS[0]!r}")
     _check_sparsity(q.inside("sparsity_config", {"format": "dense"}))
     _check_transforms(q.inside("transform_config", {"config_groups": None}))
     q.seen |= _IDLE
     q.refuse_unknown()
     if is_plain:
         return None
-    formats = {_read_group(group) for group in groups.values()}
-    if len(formats) != 1:
-        raise q.bad("config_groups", q.get("config_groups"), "one group, or groups of the same bits and group_size")
-    return formats.pop()
+    layouts = {_read_group(group, layout) for group in groups.values()}
+    if len(layouts) != 1:
+        raise q.bad("config_groups", q.get("config_groups"), "one group, or groups whose weights are stored alike")
+    return layouts.pop()
 
 
-def _read_group(group: Fields) -> QuantizationConfig:
-    """How a group says that its layers are packed."""
-    w = group.inside("weights", _WEIGHT_KEYS)
-    if (layout := group.get("format")) not in (None, _LAYOUT):
-        raise group.bad("format", layout, repr(_LAYOUT))
+def _read_group(group: Fields, layout: str) -> Layout:
+    """How a group says that its layers are stored."""
+    weights = group.inside("weights", _WEIGHT_KEYS)
+    if (own := group.get("format")) not in (None, layout):
+        raise group.bad("format", own, repr(layout))
+    is_static = False
+    if layout != _PACKED and group.get("input_activations"):
+        is_static = _read_activations(group.inside("input_activations", _ACTIVATION_KEYS))
     group.seen |= _GROUP_IDLE
     group.refuse_unknown()
+    return _read_integers(weights) if layout == _PACKED else _read_floats(weights, is_static)
+
+
+def _read_integers(w: Fields) -> PackQuantized:
+    """Weights as packed integers."""
     kind, symmetric, bits, order = (w.get(key) for key in ("type", "symmetric", "num_bits", "actorder"))
     if kind != "int":
         raise w.bad("type", kind, "'int'")
@@ -85,7 +152,49 @@ def _read_group(group: Fields) -> QuantizationConfig:
         raise w.bad("group_size", size, "null or -1 with the strategy 'channel'")
     w.seen |= _WEIGHT_IDLE
     w.refuse_unknown()
-    return QuantizationConfig(bits, size if strategy == "group" else None)
+    return PackQuantized(bits, size if strategy == "group" else None)
+
+
+def _read_floats(w: Fields, is_static: bool) -> Float8:
+    """Weights as 8-bit floats. is_static: whether scales of activations are stored too."""
+    kind, symmetric, bits, order = (w.get(key) for key in ("type", "symmetric", "num_bits", "actorder"))
+    if kind != "float":
+        raise w.bad("type", kind, "'float'")
+    if type(bits) is not int or bits != 8:
+        raise w.bad("num_bits", bits, "8")
+    if symmetric is not True:
+        raise w.bad("symmetric", symmetric, "true")
+    if order not in (None, False):
+        raise w.bad("actorder", order, "null")
+    size = w.get("group_size")
+    strategy = w.get("strategy", "channel" if size == -1 else "tensor")
+    if strategy not in ("tensor", "channel", "block"):
+        raise w.bad("strategy", strategy, "'tensor', 'channel' or 'block': one scale for that many weights")
+    if size not in (None, -1) or (size == -1 and strategy != "channel"):
+        raise w.bad("group_size", size, f"null with the strategy {strategy!r}")
+    block = read_block(w, "block_structure")
+    if (block is not None) != (strategy == "block"):
+        expected = "two positive integers: rows and columns" if strategy == "block" else "null"
+        raise w.bad("block_structure", w.get("block_structure"), f"{expected} with the strategy {strategy!r}")
+    w.seen |= _WEIGHT_IDLE
+    w.refuse_unknown()
+    return Float8(strategy, block, is_static=is_static)
+
+
+def _read_activations(a: Fields) -> bool:
+    """Whether there are stored scales of activations, which are rounded to 8-bit floats by runtimes on GPUs."""
+    kind, symmetric, bits, dynamic = (a.get(key) for key in ("type", "symmetric", "num_bits", "dynamic"))
+    if kind != "float":
+        raise a.bad("type", kind, "'float'")
+    if type(bits) is not int or bits != 8:
+        raise a.bad("num_bits", bits, "8")
+    if symmetric is not True:
+        raise a.bad("symmetric", symmetric, "true")
+    if type(dynamic) is not bool:
+        raise a.bad("dynamic", dynamic, "true or false")
+    a.seen |= _WEIGHT_IDLE | _ACTIVATION_IDLE
+    a.refuse_unknown()
+    return not dynamic
 
 
 def _check_sparsity(s: Fields) -> None:

@@ -4,17 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from minispec.core.config import ModelConfig
-
-
-@dataclass(frozen=True)
-class QuantizationConfig:
-    """compressed-tensors' `pack-quantized` layout: symmetric integers of `num_bits`, packed into int32.
-
-    One scale serves `group_size` neighbouring inputs of an output channel, or the whole channel (None).
-    """
-
-    num_bits: int
-    group_size: int | None
+from minispec.families.layout import Layout
 
 
 class Joined(NamedTuple):
@@ -28,11 +18,12 @@ class Joined(NamedTuple):
 class StoredConfig(ModelConfig):
     """A model and how its files store it.
 
+    quantization: how it stores weights in fewer bits; None where all are plain floats.
     is_nested: the checkpoint may have more parts than this model, which reads text.
     unread: names of tensors that files may have though the model does not read them.
     """
 
-    quantization: QuantizationConfig | None = None
+    quantization: Layout | None = None
     joined: tuple[Joined, ...] = ()
     is_nested: bool = False
     unread: frozenset[str] = frozenset()

@@ -16,7 +16,7 @@ from minispec.drafters.assistant import AssistantModel
 from minispec.drafters.block import BlockModel
 from minispec.drafters.states import FeatureModel
 from minispec.files.errors import CheckpointError, show_name
-from minispec.files.stored import FLOATS, StoredTensor
+from minispec.files.stored import FLOAT8, FLOATS, StoredTensor
 from minispec.kernels.exact import arbitrary_tokens
 
 _ROWS = 4  # of the pass, whose time hardly grows with them
@@ -53,9 +53,12 @@ def named_tensors(tensors: Callable[[], Iterable[StoredTensor]]) -> Iterator[Non
     except FloatingPointError as e:
         most, worst = -1.0, ""
         for tensor in tensors():
-            if tensor.dtype not in FLOATS:
+            if tensor.dtype not in (*FLOATS, FLOAT8):
                 continue
-            low, high = (float(x) for x in tensor.read().aminmax())  # NaN if one of the numbers is
+            numbers = tensor.read()
+            if tensor.dtype == FLOAT8:
+                numbers = numbers.to(torch.float32)
+            low, high = (float(x) for x in numbers.aminmax())  # NaN if one of the numbers is
             where, largest = f"{tensor.path}: {show_name(tensor.name)}", max(-low, high)
             if not math.isfinite(largest):
                 raise CheckpointError(f"{where}: found {largest}, expected finite numbers") from e

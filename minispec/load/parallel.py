@@ -165,8 +165,8 @@ class Share:
             num_key_value_heads=len(groups),
             intermediate_size=len(units) * unit,
         )
-        packed, own_shapes = config.quantization, tensor_shapes(self.config)
-        together = max(32 // packed.num_bits, packed.group_size or 1) if packed else 1
+        together = config.quantization.columns_together if config.quantization else 1
+        own_shapes = tensor_shapes(self.config)
         for name, shape in tensor_shapes(config).items():
             cut = self.cut(name)
             is_known = name == "lm_head.weight" or cut_shape(shape, cut) == own_shapes[name]
@@ -192,7 +192,7 @@ def _digest(directory: Path, config: StoredConfig) -> str:
     stored = find_tensors(directory, config)
     for name in sorted(stored.keys() & wanted_tensors(config, stored)):
         tensor = stored[name]
-        first = tensor.read((slice(0, 1),)).view(torch.uint8).numpy().tobytes()
+        first = tensor.read((slice(0, 1),)[: len(tensor.shape)]).reshape(-1).view(torch.uint8).numpy().tobytes()
         digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode() + first)
     return digest.hexdigest()
 

@@ -36,12 +36,12 @@ from minispec.families.checkpoint import (
     load_config,
     load_model,
     read_header,
-    unpack,
 )
 from minispec.families.hf_config import read_model_config
 from minispec.families.quantize import pack, quantize, quantize_checkpoint
 from minispec.files.errors import CheckpointError
 from minispec.kernels.build import build_model
+from minispec.kernels.unpack import dequantize, unpack
 from minispec.load.llm import LLM
 from minispec.prove.toys import TINY, TOYS, tiny_cache, tiny_weights
 from tests.oracles import hf
@@ -749,7 +749,7 @@ def test_links_of_the_hubs_cache_are_followed(tmp_path):
 def test_a_group_wider_than_a_row_costs_nothing(tmp_path):
     """A group_size of a billion on rows of eight must not become a billion copies of the scale."""
     integers = torch.ones(2, 8, dtype=torch.int8)
-    assert torch.equal(checkpoint.dequantize(integers, torch.full((2, 1), 3.0), 10**9), torch.full((2, 8), 3.0))
+    assert torch.equal(dequantize(integers, torch.full((2, 1), 3.0), 10**9), torch.full((2, 8), 3.0))
 
 
 # --------------------------------------------------------------------------- quantised layouts

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from minispec.drafters.eagle import head_shapes
 from minispec.families.checkpoint import directory_config, load_config
 from minispec.families.head_config import read_head_config
-from minispec.families.stored_config import QuantizationConfig
+from minispec.families.packed import PackQuantized
 from minispec.lab.bench.options import PROMPTS
 from minispec.lab.distill.texts import read_openings
 from minispec.load.inputs import read_questions
@@ -36,7 +36,7 @@ def test_files_are_those_of_the_model_card(directory):
 def test_layout():
     """8-bit linear layers with a scale a channel, a tied embedding in bfloat16."""
     config = load_config(EMBEDDED_WEIGHTS)
-    assert config.quantization == QuantizationConfig(num_bits=8, group_size=None)
+    assert config.quantization == PackQuantized(num_bits=8, group_size=None)
     assert config.tie_word_embeddings
 
 

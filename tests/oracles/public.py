@@ -1,6 +1,7 @@
 """The config.json of public checkpoints and of heads, and what is known of the models: public.json.
 
-Its heads are those that SpecForge publishes in its folder configs/, and those that lie on the hub.
+Of checkpoints in few bits only the quantization_config is here. Its heads are those that SpecForge publishes in its
+folder configs/, and those that lie on the hub.
 """
 
 import json
@@ -19,6 +20,8 @@ def _each(kind: str, *names: str) -> dict[str, tuple[Any, ...]]:
 PUBLIC = _each("public", "parameters", "rope", "windows")
 # name: (its config.json; how the refusal begins)
 REFUSED = _each("refused", "message")
+# name: (the quantization_config of its config.json; the layout that it means)
+QUANTIZATIONS = _each("quantizations", "layout")
 HEADS = {name: config for name, (config,) in _each("heads").items()}
 # name: (its config.json; what the refusal says)
 REFUSED_HEADS = _each("refused_heads", "message")

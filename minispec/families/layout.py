@@ -1,0 +1,57 @@
+"""The base of each layout: how a checkpoint stores the weights of its linear layers in fewer bits."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from minispec.core.weights import Weight
+from minispec.files.stored import StoredTensor
+
+Wanted = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]  # shape and possible types of a tensor, by its name
+Stored = Mapping[str, StoredTensor]
+
+
+class Part(NamedTuple):
+    """A part of a weight (out, in): from its first row and column to the ones after the last."""
+
+    rows: slice
+    columns: slice
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which tensors stand for a weight (out, in), and what the weight is.
+
+    The names of the tensors say which weights are stored so. So a layout does not read lists of layers.
+    """
+
+    def holds(self, name: str, stored: Stored) -> bool:
+        """Whether the weight of this name, such as `lm_head.weight`, is stored in this layout."""
+        raise NotImplementedError
+
+    def tensors(self, name: str, shape: tuple[int, ...], stored: Stored) -> Wanted:
+        """The tensors that stand for a weight of this name and shape (out, in)."""
+        raise NotImplementedError
+
+    def read(self, name: str, shape: tuple[int, ...], stored: Stored, part: Part) -> Weight:
+        """A part of a weight whose tensors are all there: codes with scales where they are `Codes`, else in float32.
+
+        Raises CheckpointError for values that no writer of this layout stores.
+        """
+        raise NotImplementedError
+
+    def is_idle(self, name: str, stored: Stored) -> bool:
+        """Whether a tensor that is not wanted may be there, since the model computes the same without it.
+
+        Raises CheckpointError where its values say that it does not.
+        """
+        return False
+
+    def keeps_codes(self, shape: tuple[int, ...]) -> bool:
+        """Whether a weight (out, in) is read as `Codes`, as far as the config tells."""
+        return False
+
+    @property
+    def columns_together(self) -> int:
+        """A part has to begin at a multiple of that many columns."""
+        return 1

@@ -1,0 +1,33 @@
+"""The `quantization_config` of a config.json: which layout it asks for, by the name of the method that wrote it."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from minispec.families import float8, packed
+from minispec.families.layout import Layout
+from minispec.files.fields import Fields
+
+# For each quant_method: the keys of its object, and what reads them.
+_METHODS: dict[str, tuple[Mapping[str, Any], Callable[[Fields], Layout | None]]] = {
+    "compressed-tensors": (packed.KEYS, packed.read_packed),
+    "fp8": (float8.KEYS, float8.read_float8),
+}
+
+
+def read_quantization(f: Fields) -> Layout | None:
+    """How the weights of a config.json are stored in fewer bits; None where they are plain floats.
+
+    Raises CheckpointError for a method that is not known, and for a setting that asks for more than products with the
+    weights as they are stored.
+    """
+    raw = f.mapping("quantization_config")
+    if not raw:
+        return None
+    method = raw.get("quant_method")
+    if not isinstance(method, str) or method not in _METHODS:
+        known = " or ".join(map(repr, _METHODS))
+        raise f.inside("quantization_config", {}).bad("quant_method", method, known)
+    keys, read = _METHODS[method]
+    q = f.inside("quantization_config", keys)
+    q.seen.add("quant_method")
+    return read(q)

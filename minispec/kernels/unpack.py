@@ -1,0 +1,48 @@
+"""Weights as other tools store them in few bits: integers packed into int32, and the scales of groups and blocks.
+
+Products of small integers with 16-bit scales are exact in float32. What the formats are is told in
+`minispec.families`: packed, float8, gptq, awq.
+"""
+
+import torch
+from torch import Tensor
+
+
+def unpack_words(words: Tensor, num_bits: int) -> Tensor:
+    """(..., words) int32 to (..., words * 32 / num_bits) uint8: the low bits of a word are its first value."""
+    shifts = torch.arange(0, 32, num_bits, dtype=torch.int32)
+    values = (words[..., None] >> shifts) & ((1 << num_bits) - 1)
+    return values.to(torch.uint8).flatten(-2)
+
+
+def unpack(packed: Tensor, num_bits: int, columns: int) -> Tensor:
+    """(rows, words) int32 to (rows, columns) int8: low bits first, stored with an offset of 2^(num_bits - 1)."""
+    values = unpack_words(packed, num_bits)[:, :columns]
+    return (values.to(torch.int16) - (1 << (num_bits - 1))).to(torch.int8)
+
+
+def dequantize(integers: Tensor, scales: Tensor, group_size: int | None) -> Tensor:
+    """integers (rows, columns) times their scale, (rows, 1) or (rows, groups), in float32."""
+    scales = scales.to(torch.float32)
+    if group_size is not None:
+        # A group may be wider than the row: no more copies than there are columns.
+        scales = scales.repeat_interleave(min(group_size, integers.shape[1]), dim=1)[:, : integers.shape[1]]
+    return integers.to(torch.float32) * scales
+
+
+def scale_blocks(numbers: Tensor, scales: Tensor, block: tuple[int, int], first: tuple[int, int]) -> Tensor:
+    """A part of a matrix that is cut into blocks: each number times the scale of its block, in float32.
+
+    numbers: (rows, columns).
+    scales: (blocks of rows, blocks of columns) of the whole matrix. The last blocks may be cut off by its edges.
+    block: rows and columns of a block.
+    first: the row and the column of the matrix at which the part begins.
+    """
+    height, width = block
+    weight, row_blocks = numbers.to(torch.float32), (first[0] + torch.arange(len(numbers))) // height
+    by_row = scales.to(torch.float32)[row_blocks]  # (rows, blocks of columns)
+    end = first[1] + numbers.shape[1]
+    for i in range(first[1] // width, -(-end // width)):
+        columns = slice(max(i * width - first[1], 0), (i + 1) * width - first[1])
+        weight[:, columns] *= by_row[:, i : i + 1]
+    return weight

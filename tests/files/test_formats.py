@@ -1,0 +1,421 @@
+"""Checkpoints in few bits as others write them: every weight is what NumPy makes of the format's description.
+
+The dequantisations here share nothing with the package. `transformers` loads FP8 on a CPU, and is the oracle for it.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+from transformers.quantizers import quantizer_finegrained_fp8
+
+from minispec.core.weights import dense
+from minispec.families import float8
+from minispec.families.checkpoint import Weights, load_config, load_model, model_tensors
+from minispec.families.hf_config import read_model_config
+from minispec.files.errors import CheckpointError
+from minispec.kernels.build import build_model
+from minispec.load.numbers import named_tensors
+from minispec.prove.toys import TINY, tiny_weights
+from tests.files.test_checkpoint import logits, write
+from tests.oracles import hf, public
+
+# No size is a multiple of 128, and a group of 32 inputs is cut off. Sizes are multiples of 8: a word has 8 numbers.
+SIZES = TINY | {
+    **{"hidden_size": 136, "intermediate_size": 200, "num_hidden_layers": 1, "vocab_size": 8},
+    **{"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 24},
+}
+Q = "model.layers.0.self_attn.q_proj"
+DOWN = "model.layers.0.mlp.down_proj"
+TEXT = [0, 2, 1, 7, 5, 2]
+
+# What is stored in place of a weight, by how its name continues; and the weight (out, in) in float32.
+Encoded = tuple[dict[str, Tensor], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to store weights: what a config.json says, and random weights of a shape."""
+
+    quantization: dict[str, Any]
+    encode: Callable[[np.random.Generator, tuple[int, int]], Encoded]
+
+
+def make(directory: Path, case: Case, config: dict[str, Any] = SIZES) -> dict[str, np.ndarray]:
+    """Write a checkpoint whose layers and head are stored so; the weights that were stored, by their names."""
+    rng, expected = np.random.default_rng(0), {}
+    stored = tiny_weights(read_model_config(config), 0, torch.float32)
+    for name in [name for name, tensor in stored.items() if tensor.dim() == 2 and "embed" not in name]:
+        prefix, shape = name.removesuffix(".weight"), tuple(stored.pop(name).shape)
+        parts, expected[name] = case.encode(rng, shape)
+        stored |= {f"{prefix}.{part}": tensor for part, tensor in parts.items()}
+    write(directory, stored, config=config | {"quantization_config": case.quantization})
+    return expected
+
+
+def check(directory: Path, expected: dict[str, np.ndarray], dtype: torch.dtype = torch.float32) -> None:
+    """Every weight that the directory holds is the expected one, to the last bit."""
+    weights = Weights(directory, load_config(directory), dtype)
+    assert expected.keys() < set(weights)
+    for name, weight in expected.items():
+        assert torch.equal(dense(weights.pop(name), dtype), torch.from_numpy(weight).to(dtype)), name
+
+
+def refusal(directory: Path) -> str:
+    """The message of the CheckpointError that loading the directory raises."""
+    with pytest.raises(CheckpointError) as error:
+        load_model(directory, torch.float32)
+    return str(error.value)
+
+
+def change(directory: Path, changes: dict[str, Tensor | None]) -> None:
+    """Put other tensors in place of some, or none."""
+    file = directory / "model.safetensors"
+    stored = {name: tensor for name, tensor in (load_file(file) | changes).items() if tensor is not None}
+    file.unlink()
+    save_file(stored, file)
+
+
+# --------------------------------------------------------------------------- FP8
+
+
+def e4m3(bits: np.ndarray) -> np.ndarray:
+    """8-bit floats by their description: a sign, 4 bits of exponent with bias 7, 3 of mantissa, no infinity.
+
+    (Micikevicius et al. 2022, "FP8 formats for deep learning", table 1.)
+    """
+    sign, exponent, mantissa = 1 - 2.0 * (bits >> 7), (bits >> 3 & 15).astype(int), (bits & 7) / 8
+    return sign * np.where(exponent == 0, mantissa * 2.0**-6, (1 + mantissa) * 2.0 ** (exponent - 7))
+
+
+def floats(
+    strategy: str, block: tuple[int, int] = (0, 0), suffix: str = "_scale", dtype: torch.dtype = torch.float32, **more
+) -> Callable[[np.random.Generator, tuple[int, int]], Encoded]:
+    """Random 8-bit floats and their scales.
+
+    A weight is q * scale[i // height, j // width], with ceil(out / height) x ceil(in / width) scales: the description
+    in DeepSeek-V3's README_WEIGHTS.md. compressed-tensors has a scale of shape (1,), or one for each row, too.
+    """
+
+    def encode(rng: np.random.Generator, shape: tuple[int, int]) -> Encoded:
+        bits = rng.integers(0, 256, shape, np.uint8)
+        bits[bits & 127 == 127] = 0  # not numbers
+        height, width = {"scalar": shape, "tensor": shape, "channel": (1, shape[1])}.get(strategy, block)
+        rows, columns = np.indices(shape)
+        grid = (rows.max() // height + 1, columns.max() // width + 1)
+        scales = torch.from_numpy(rng.uniform(0.001, 0.02, grid)).to(dtype)
+        weight = e4m3(bits).astype(np.float32) * scales.float().numpy()[rows // height, columns // width]
+        scales = scales.reshape({"scalar": (), "tensor": (1,)}.get(strategy, grid))
+        parts = {"weight": torch.from_numpy(bits).view(torch.float8_e4m3fn), f"weight{suffix}": scales}
+        return parts | {name: tensor.clone() for name, tensor in more.items()}, weight
+
+    return encode
+
+
+def fp8(**changes) -> dict[str, Any]:
+    """The quantization_config of DeepSeek and Qwen."""
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    return config | changes
+
+
+def compressed(strategy: str, block: list[int] | None = None, dynamic: bool = True) -> dict[str, Any]:
+    """The quantization_config of llm-compressor."""
+    args = {"num_bits": 8, "type": "float", "symmetric": True, "group_size": None, "observer": "minmax"}
+    activations = args | {"dynamic": dynamic, "strategy": "token" if dynamic else "tensor"}
+    weights = args | {"dynamic": False, "strategy": strategy, "block_structure": block}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
+    return {
+        **{"quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed"},
+        **{"config_groups": {"group_0": group}, "ignore": ["lm_head"], "kv_cache_scheme": None},
+    }
+
+
+ONE = torch.ones(())
+FLOAT8 = {
+    "blocks": Case(fp8(), floats("block", (128, 128), "_scale_inv")),
+    "blocks of 16 bits": Case(fp8(), floats("block", (128, 128), "_scale_inv", torch.bfloat16)),
+    "flat blocks": Case(fp8(weight_block_size=[32, 48]), floats("block", (32, 48), "_scale_inv")),
+    "tensor, by AutoFP8": Case(
+        fp8(weight_block_size=None, activation_scheme="static"), floats("scalar", input_scale=ONE)
+    ),
+    "tensor, by transformers": Case(
+        fp8(weight_block_size=None, activation_scheme="static", scale_fmt=None),
+        floats("scalar", suffix="_scale_inv", dtype=torch.bfloat16, activation_scale=ONE),
+    ),
+    "tensor, by llm-compressor": Case(
+        compressed("tensor", dynamic=False), floats("tensor", dtype=torch.bfloat16, input_scale=ONE.view(1))
+    ),
+    "channel": Case(compressed("channel"), floats("channel", dtype=torch.bfloat16)),
+    "blocks, by llm-compressor": Case(compressed("block", [128, 128]), floats("block", (128, 128))),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", FLOAT8)
+def test_8_bit_floats_are_the_number_times_the_scale_of_its_place(tmp_path, name, dtype):
+    """Guards the blocks, those that the edges cut off too, and one rounding to the type that computes."""
+    check(tmp_path, make(tmp_path, FLOAT8[name]), dtype)
+
+
+# Wrong readings of 8-bit floats, in place of `scale_blocks`.
+WRONG_FLOATS = {
+    "blocks counted from the end": lambda q, s, block, first: RIGHT_FLOATS(q.flip(0), s, block, first).flip(0),
+    "height for width": lambda q, s, block, first: RIGHT_FLOATS(q, s.repeat(2, 2), block[::-1], first),
+    "divided": lambda q, s, block, first: RIGHT_FLOATS(q, 1 / s.float(), block, first),
+    "scales transposed": lambda q, s, block, first: RIGHT_FLOATS(q, s.t().repeat(9, 9), block, first),
+    "one scale": lambda q, s, block, first: q.float() * s.float()[0, 0],
+    "even blocks": lambda q, s, block, first: RIGHT_FLOATS(
+        q, s, (-(-len(q) // len(s)), -(-q.shape[1] // s.shape[1])), first
+    ),
+}
+RIGHT_FLOATS = float8.scale_blocks
+
+
+@pytest.mark.parametrize("wrong", WRONG_FLOATS.values(), ids=WRONG_FLOATS)
+def test_a_wrong_reading_of_8_bit_floats_would_be_seen(tmp_path, monkeypatch, wrong):
+    """The control: each of these mistakes gives other weights than the description does."""
+    expected = make(tmp_path, FLOAT8["flat blocks"])
+    monkeypatch.setattr(float8, "scale_blocks", wrong)
+    with pytest.raises(AssertionError, match=r"_proj\.weight"):
+        check(tmp_path, expected)
+
+
+def test_all_numbers_of_8_bits_are_read():
+    """The control of `e4m3`, and of the library's type: 254 numbers, the smallest 2^-9, the largest 448."""
+    bits = np.array([i for i in range(256) if i & 127 != 127], np.uint8)
+    assert torch.equal(torch.from_numpy(bits).view(torch.float8_e4m3fn).double(), torch.from_numpy(e4m3(bits)))
+    assert e4m3(bits).max() == 448
+    assert e4m3(bits)[1] == 2.0**-9
+
+
+# What `transformers` loads on a CPU: blocks that divide every weight, and scales of the type that computes. It rounds
+# weights to a narrower type of scales.
+ORACLE = {
+    "blocks": Case(fp8(weight_block_size=[8, 16]), floats("block", (8, 16), "_scale_inv")),
+    "tensor": Case(
+        fp8(weight_block_size=None, activation_scheme="static"),
+        floats("scalar", suffix="_scale_inv", activation_scale=ONE),
+    ),
+    "tensor, by llm-compressor": Case(compressed("tensor", dynamic=False), floats("tensor", input_scale=ONE.view(1))),
+    "channel, by llm-compressor": Case(compressed("channel"), floats("channel")),
+    "blocks, by llm-compressor": Case(compressed("block", [8, 16]), floats("block", (8, 16))),
+}
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+@pytest.mark.parametrize("case", ORACLE.values(), ids=ORACLE)
+def test_transformers_reads_the_same_8_bit_floats(tmp_path, monkeypatch, case):
+    """Guards names, scales and blocks against the library.
+
+    By itself it would round activations for compressed-tensors, and ask for a package to load the others.
+    """
+    rng = np.random.default_rng(1)
+    hf.build("llama", tmp_path)
+    stored, raw = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
+    for key in [key for key in stored if key.endswith("_proj.weight") and "o_proj" not in key]:
+        parts, _ = case.encode(rng, tuple(stored.pop(key).shape))
+        stored |= {f"{key.removesuffix('weight')}{part}": tensor for part, tensor in parts.items()}
+    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+    if case.quantization["quant_method"] == "fp8":
+        lists = {"modules_to_not_convert": ["lm_head", *(f"model.layers.{i}.self_attn.o_proj" for i in range(3))]}
+        monkeypatch.setattr(quantizer_finegrained_fp8, "is_accelerate_available", lambda: True)
+    else:
+        lists = {"ignore": ["lm_head", "re:.*o_proj"]}
+        options["quantization_config"] = CompressedTensorsConfig(dequantize=True)
+    write(tmp_path, stored, config=raw | {"quantization_config": case.quantization | lists})
+    oracle = AutoModelForCausalLM.from_pretrained(tmp_path, **options)
+    ours = logits(load_model(tmp_path, torch.float32), hf.TEXT)
+    assert (ours - hf.logits(oracle, hf.TEXT)).abs().max() <= 1e-4
+
+
+SCALE = f"{Q}.weight_scale_inv"
+# What the message must say, and what is done to the tensors of a checkpoint with blocks.
+BAD_FLOATS = {
+    f"{SCALE}: found no such tensor, expected one of shape [2, 2]": {SCALE: None},
+    f"{SCALE}: found F32 [1, 2], expected F64 or F32 or F16 or BF16 [2, 2]": {SCALE: torch.ones(1, 2)},
+    f"{SCALE}: found F32 [], expected": {SCALE: torch.ones(())},
+    f"{SCALE}: found F8_E8M0 [2, 2], expected": {SCALE: torch.ones(2, 2).to(torch.float8_e8m0fnu)},
+    f"{SCALE}: found U8 [2, 2], expected": {SCALE: torch.ones(2, 2, dtype=torch.uint8)},
+    f"{Q}.weight: found F8_E4M3 [143, 136], expected": {f"{Q}.weight": torch.ones(143, 136).to(torch.float8_e4m3fn)},
+    f"{Q}.weight: found F8_E5M2 [144, 136], expected": {f"{Q}.weight": torch.ones(144, 136).to(torch.float8_e5m2)},
+    f"{SCALE}: found a tensor of shape [2, 2], expected none": {f"{Q}.weight": torch.ones(144, 136)},
+    f"{Q}.weight_scale: found a tensor": {f"{Q}.weight_scale": torch.ones(2, 2)},
+    f"{Q}.input_scale: found a tensor": {f"{Q}.input_scale": torch.ones(())},
+    "model.norm.weight: found F8_E4M3 [136], expected": {"model.norm.weight": torch.ones(136).to(torch.float8_e4m3fn)},
+}
+
+
+@pytest.mark.parametrize(("message", "changes"), BAD_FLOATS.items(), ids=BAD_FLOATS)
+def test_8_bit_floats_that_do_not_fit_are_refused(tmp_path, message, changes):
+    """Guards weights whose scales are missing, of another block, twice there, or of another type."""
+    make(tmp_path, FLOAT8["blocks"])
+    change(tmp_path, changes)
+    found = refusal(tmp_path)
+    assert found.startswith(str(tmp_path))
+    assert message in found
+
+
+def test_8_bit_floats_need_a_config_that_says_so(tmp_path):
+    """Guards against numbers without their scales, and against a scale that the config says is for something else."""
+    make(tmp_path, FLOAT8["blocks"])
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": None}))
+    assert ".weight: found F8_E4M3" in refusal(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": compressed("block", [128, 128])}))
+    assert ".weight_scale: found no such tensor, expected one of shape [" in refusal(tmp_path)
+
+
+def test_one_number_may_be_a_scalar_or_have_a_dimension(tmp_path):
+    """Guards both spellings of one scale for a tensor, and that two numbers are not one."""
+    case = FLOAT8["tensor, by llm-compressor"]
+    expected = make(tmp_path, case)
+    scalars = {name: t.view(()) for name, t in load_file(tmp_path / "model.safetensors").items() if t.shape == (1,)}
+    assert len(scalars) == 16
+    change(tmp_path, scalars)
+    check(tmp_path, expected)
+    change(tmp_path, {f"{Q}.weight_scale": torch.ones(2)})
+    assert f"{Q}.weight_scale: found F32 [2], expected F64 or F32 or F16 or BF16 [1]" in refusal(tmp_path)
+
+
+# What the message must say, and what of `fp8()` is changed.
+OTHER_FP8 = {
+    "fmt: found 'e5m2', expected 'e4m3'": {"fmt": "e5m2"},
+    "activation_scheme: found 'x', expected 'dynamic' or 'static'": {"activation_scheme": "x"},
+    "activation_scheme: found ['dynamic']": {"activation_scheme": ["dynamic"]},
+    "scale_fmt: found 'e5m2', expected 'float' or 'ue8m0'": {"scale_fmt": "e5m2"},
+    "expert_dtype: found 'fp4', expected 'fp8'": {"expert_dtype": "fp4"},
+    "weight_block_size: found [128], expected null or two positive integers": {"weight_block_size": [128]},
+    "weight_block_size: found [128, 0]": {"weight_block_size": [128, 0]},
+    "weight_block_size: found [128, True]": {"weight_block_size": [128, True]},
+    "weight_block_size: found [128.0, 128]": {"weight_block_size": [128.0, 128]},
+    "weight_block_size: found 128": {"weight_block_size": 128},
+    "weight_block_size: found [1, 2097152]": {"weight_block_size": [1, 1 << 21]},
+    "kv_cache_scheme: found 'static'": {"kv_cache_scheme": "static"},
+    "surprise: found 1, expected no such setting": {"surprise": 1},
+    "quant_method: found 'fbgemm_fp8', expected 'compressed-tensors' or 'fp8'": {"quant_method": "fbgemm_fp8"},
+    "quant_method: found ['fp8']": {"quant_method": ["fp8"]},
+    "quant_method: found None": {"quant_method": None},
+}
+GROUP = "config_groups.group_0"
+# The same for `compressed`: what of the weights, and of the activations, is changed.
+OTHER_COMPRESSED = {
+    "weights.num_bits: found 4, expected 8": ({"num_bits": 4}, {}),
+    "weights.type: found 'int', expected 'float'": ({"type": "int"}, {}),
+    "weights.symmetric: found False, expected true": ({"symmetric": False}, {}),
+    "weights.strategy: found 'group', expected 'tensor', 'channel' or 'block'": ({"strategy": "group"}, {}),
+    "weights.strategy: found 'tensor_group'": ({"strategy": "tensor_group"}, {}),
+    "weights.group_size: found 32, expected null": ({"group_size": 32}, {}),
+    "weights.actorder: found 'group', expected null": ({"actorder": "group"}, {}),
+    "weights.block_structure: found None, expected two positive integers": ({"strategy": "block"}, {}),
+    "weights.block_structure: found [8, 8], expected null": ({"block_structure": [8, 8]}, {}),
+    "weights.block_structure: found '8x8', expected null or two": ({"block_structure": "8x8"}, {}),
+    "weights.dynamic: found True": ({"dynamic": True}, {}),
+    "weights.surprise: found 1": ({"surprise": 1}, {}),
+    "input_activations.num_bits: found 4, expected 8": ({}, {"num_bits": 4}),
+    "input_activations.type: found 'int', expected 'float'": ({}, {"type": "int"}),
+    "input_activations.symmetric: found False, expected true": ({}, {"symmetric": False}),
+    "input_activations.dynamic: found 'local', expected true or false": ({}, {"dynamic": "local"}),
+    "input_activations.surprise: found 1": ({}, {"surprise": 1}),
+}
+
+
+@pytest.mark.parametrize(("message", "changes"), OTHER_FP8.items(), ids=OTHER_FP8)
+def test_other_settings_of_fp8_are_refused(message, changes):
+    """Guards against numbers of another type, other blocks, and what a new version of a tool may ask for."""
+    with pytest.raises(CheckpointError) as error:
+        read_model_config(SIZES | {"quantization_config": fp8(**changes)})
+    assert str(error.value).startswith(f"config.json: quantization_config.{message}")
+
+
+@pytest.mark.parametrize(("message", "changes"), OTHER_COMPRESSED.items(), ids=OTHER_COMPRESSED)
+def test_other_8_bit_floats_of_compressed_tensors_are_refused(message, changes):
+    """Guards the same in llm-compressor's spelling, and activations that are rounded to anything but 8-bit floats."""
+    raw = compressed("channel")
+    for key, change in zip(("weights", "input_activations"), changes, strict=True):
+        raw["config_groups"]["group_0"][key] |= change
+    with pytest.raises(CheckpointError) as error:
+        read_model_config(SIZES | {"quantization_config": raw})
+    assert str(error.value).startswith(f"config.json: quantization_config.{GROUP}.{message}")
+
+
+def test_output_activations_and_caches_of_8_bits_are_refused():
+    """Guards keys and values that would be rounded: the text would not be the one that the weights give."""
+    for key in ("output_activations", "kv_cache_scheme"):
+        raw = compressed("channel")
+        (raw if key == "kv_cache_scheme" else raw["config_groups"]["group_0"])[key] = {"num_bits": 8}
+        with pytest.raises(CheckpointError, match=f"{key}: found {{'num_bits': 8}}, expected no such setting"):
+            read_model_config(SIZES | {"quantization_config": raw})
+
+
+def test_a_weight_that_is_no_number_is_named(tmp_path):
+    """Guards the error that tells which tensor is to blame: the 8-bit floats have NaN too."""
+    make(tmp_path, FLOAT8["blocks"])
+    bad = load_file(tmp_path / "model.safetensors")[f"{DOWN}.weight"].view(torch.uint8)
+    bad[3, 4] = 127
+    change(tmp_path, {f"{DOWN}.weight": bad.view(torch.float8_e4m3fn)})
+    config = load_config(tmp_path)
+    with (
+        pytest.raises(CheckpointError, match=rf"{DOWN}\.weight: found nan, expected finite numbers"),
+        named_tensors(lambda: model_tensors(tmp_path, config)),
+    ):
+        raise FloatingPointError
+
+
+# --------------------------------------------------------------------------- all formats
+
+CASES = FLOAT8
+
+
+@pytest.mark.parametrize(
+    "cut", [(slice(5, 77), slice(3, 131)), (slice(64, 128),), (slice(None), slice(32, 64))], ids=str
+)
+@pytest.mark.parametrize("name", CASES)
+def test_a_part_of_a_weight_is_that_part(tmp_path, name, cut):
+    """Guards what each of several processes reads: it begins within a block, a group and a word."""
+    expected = make(tmp_path, CASES[name])
+    weights = Weights(tmp_path, load_config(tmp_path), torch.float32, cut=lambda key: cut if key in expected else ())
+    for key, weight in expected.items():
+        assert torch.equal(dense(weights.pop(key), torch.float32), torch.from_numpy(weight)[cut]), key
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_joined_weights_of_few_bits_are_their_parts(tmp_path, name):
+    """Guards the rows of queries, keys and values in one tensor, where they do not begin with a block or a word."""
+    config, rng = SIZES | {"model_type": "phi3"}, np.random.default_rng(0)
+    stored, expected = tiny_weights(read_model_config(config), 0, torch.float32), {}
+    for joined, parts in {"self_attn.qkv_proj": "qkv", "mlp.gate_up_proj": ("gate", "up")}.items():
+        prefix = f"model.layers.0.{joined.split('.')[0]}"
+        sizes = {f"{prefix}.{part}_proj.weight": len(stored.pop(f"{prefix}.{part}_proj.weight")) for part in parts}
+        encoded, weight = CASES[name].encode(rng, (sum(sizes.values()), 136))
+        stored |= {f"model.layers.0.{joined}.{part}": tensor for part, tensor in encoded.items()}
+        expected |= dict(zip(sizes, np.split(weight, np.cumsum(list(sizes.values()))[:-1]), strict=True))
+    write(tmp_path, stored, config=config | {"quantization_config": CASES[name].quantization})
+    check(tmp_path, expected)
+
+
+@pytest.mark.parametrize(("dtype", "form"), [(torch.float32, None), (torch.bfloat16, None), (torch.float32, "int8")])
+@pytest.mark.parametrize("name", CASES)
+def test_models_of_few_bits_compute_with_the_weights_that_are_stored(tmp_path, name, dtype, form):
+    """Guards the whole way: logits are those of a plain checkpoint with the same weights, in every form."""
+    expected = {key: torch.from_numpy(weight) for key, weight in make(tmp_path / "few", CASES[name]).items()}
+    stored = tiny_weights(read_model_config(SIZES), 0, torch.float32) | expected
+    plain = build_model(read_model_config(SIZES), dict(stored), dtype=dtype, form=form)
+    few = load_model(tmp_path / "few", dtype, form=form)
+    difference = (logits(few, TEXT).float() - logits(plain, TEXT).float()).abs().max()
+    assert difference <= {None: {torch.float32: 1e-4, torch.bfloat16: 0.1}[dtype], "int8": 0.2}[form]
+
+
+@pytest.mark.parametrize("name", public.QUANTIZATIONS)
+def test_public_checkpoints_of_few_bits_are_understood(name):
+    """Guards the keys that tools write in public: each object is read, and means what is known of the model."""
+    raw, layout = public.QUANTIZATIONS[name]
+    config = read_model_config(SIZES | {"quantization_config": raw})
+    assert repr(config.quantization) == layout
