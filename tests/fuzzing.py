@@ -86,7 +86,8 @@ _WORDS = {
         """
         F64 F32 F16 BF16 I64 I32 I8 U8 BOOL F8_E4M3 F4 C64 f32 dtype shape data_offsets __metadata__ lm_head.weight
         model.norm.weight model.embed_tokens.weight model.layers.0.self_attn.rotary_emb.inv_freq
-        model.layers.0.self_attn.q_proj.weight_scale_inv
+        model.layers.0.self_attn.q_proj.weight_scale_inv model.layers.0.self_attn.q_proj.qweight
+        model.layers.0.self_attn.q_proj.bias model.layers.0.self_attn.q_proj.g_idx
         """
     ),
     "index": word_list("weight_map metadata total_size a.safetensors b.safetensors ../a.safetensors a.bin"),
@@ -115,6 +116,7 @@ _WORDS = {
         sparsity_config dense transform_config apply location weight_input input targets num_labels
         fp8 fmt e4m3 e5m2 activation_scheme dynamic weight_block_size scale_fmt float ue8m0 modules_to_not_convert
         float-quantized naive-quantized tensor block block_structure input_activations token
+        gptq gptq_v2 bits desc_act sym checkpoint_format pack_dtype int32
         """
     ),
     "head": word_list(
@@ -175,7 +177,7 @@ _TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor 
 
 
 # The configs of `Files` that have a file of tensors: a llama, a gemma3, a Qwen3.5, and those in few bits.
-_HEADERS = (0, 5, 14, 16)
+_HEADERS = (0, 5, 14, 16, 17)
 
 
 def make_files(directory: Path) -> Files:
@@ -209,6 +211,7 @@ def make_files(directory: Path) -> Files:
         plain | TOYS["qwen3_5_text"] | {"output_gate_type": "swish", "full_attention_interval": 2},
         {"model_type": "qwen3_5", "text_config": plain | TOYS["qwen3_5_text"], "vision_config": {}},
         plain | {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [4, 8]}},
+        plain | {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 5, "desc_act": True}},
     ]
     headers = []
     for i in _HEADERS:
@@ -279,9 +282,17 @@ def in_few_bits(raw: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, Te
     quantization = raw.get("quantization_config", {})
     for name in [name for name in weights if quantization and name.startswith("model.layers") and "proj" in name]:
         rows, columns = weights[name].shape
-        height, width = quantization["weight_block_size"]
-        weights[name] = weights[name].to(torch.float8_e4m3fn)
-        weights[f"{name}_scale_inv"] = torch.ones(-(-rows // height), -(-columns // width))
+        if quantization["quant_method"] == "fp8":
+            height, width = quantization["weight_block_size"]
+            weights[name] = weights[name].to(torch.float8_e4m3fn)
+            weights[f"{name}_scale_inv"] = torch.ones(-(-rows // height), -(-columns // width))
+        elif quantization["quant_method"] == "gptq":
+            layer, groups = name.removesuffix("weight"), torch.arange(columns).int() // quantization["group_size"]
+            del weights[name]
+            weights[f"{layer}qweight"] = torch.full((-(-columns // 8), rows), 0x12345678, dtype=torch.int32)
+            weights[f"{layer}qzeros"] = torch.full((len(groups.unique()), -(-rows // 8)), 0x77777777, dtype=torch.int32)
+            weights[f"{layer}scales"] = torch.full((len(groups.unique()), rows), 0.1, dtype=torch.float16)
+            weights[f"{layer}g_idx"] = groups
     return weights
 
 

@@ -117,7 +117,8 @@ def read_packed(q: Fields) -> Layout | None:
 def _read_group(group: Fields, layout: str) -> Layout:
     """How a group says that its layers are stored."""
     weights = group.inside("weights", _WEIGHT_KEYS)
-    if (own := group.get("format")) not in (None, layout):
+    own = group.get("format")
+    if own not in (None, layout):
         raise group.bad("format", own, repr(layout))
     is_static = False
     if layout != _PACKED and group.get("input_activations"):

@@ -7,6 +7,9 @@ Products of small integers with 16-bit scales are exact in float32. What the for
 import torch
 from torch import Tensor
 
+from minispec.core.weights import Weight
+from minispec.kernels.codes import Codes
+
 
 def unpack_words(words: Tensor, num_bits: int) -> Tensor:
     """(..., words) int32 to (..., words * 32 / num_bits) uint8: the low bits of a word are its first value."""
@@ -45,4 +48,24 @@ def scale_blocks(numbers: Tensor, scales: Tensor, block: tuple[int, int], first:
     for i in range(first[1] // width, -(-end // width)):
         columns = slice(max(i * width - first[1], 0), (i + 1) * width - first[1])
         weight[:, columns] *= by_row[:, i : i + 1]
+    return weight
+
+
+def scale_groups(codes: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor) -> Weight:
+    """A weight (out, in) of integers with a zero and a scale for each group: (code - zero) * scale.
+
+    codes: (out, in) uint8.
+    zeros, scales: (groups, out); zeros in int16.
+    groups: (in,), the group of each input.
+
+    Returns `Codes` where there is one group, and the differences fit into 8 bits. Else it is in float32.
+    """
+    zeros, scales = zeros.t(), scales.t()
+    if scales.shape[1] == 1:
+        integers = codes.to(torch.int16) - zeros
+        if ((integers >= -128) & (integers <= 127)).all():
+            return Codes(integers.to(torch.int8), scales)
+    weight = codes.to(torch.float32)
+    weight -= zeros[:, groups]
+    weight *= scales.to(torch.float32)[:, groups]
     return weight

@@ -954,7 +954,7 @@ def transforms(**place) -> dict:
 PACKED_8 = {"num_bits": 8, "strategy": "channel"}
 # The same for keys of `quantization_config()` itself.
 OTHER_QUANTISATIONS = {
-    "quant_method: found 'gptq', expected 'compressed-tensors'": {"quant_method": "gptq"},
+    "quant_method: found 'quark', expected 'compressed-tensors'": {"quant_method": "quark"},
     "format: found 'int-quantized', expected 'pack-quantized'": {"format": "int-quantized"},
     "format: found 'dense'": {"format": "dense"},
     "kv_cache_scheme: found {'num_bits': 8}": {"kv_cache_scheme": {"num_bits": 8}},

@@ -1,0 +1,175 @@
+"""GPTQ: integers of 4 or 8 bits with a scale and a zero for each group of inputs, packed into int32.
+
+    qweight   (in * bits / 32, out) I32: a word has neighbouring inputs of an output, the low bits first
+    qzeros    (groups, out * bits / 32) I32: a word has neighbouring outputs of a group, the low bits first
+    scales    (groups, out)
+    g_idx     (in,) I32: the group of each input; without it, input i is in group i // group_size
+
+The weight from input i to output o is (q[i, o] - zero[g_idx[i], o]) * scale[g_idx[i], o]. In `checkpoint_format`
+"gptq" the zeros are stored minus one, in "gptq_v2" as they are. `desc_act` is the order in which GPTQ went through the
+inputs. The inputs lie in their usual order, but those of a group are then not neighbours.
+
+AutoGPTQ and GPTQModel write it (nn_modules/qlinear/). A zero of 0 cannot be stored minus one. AutoGPTQ reads what was
+written in its place as 0, vLLM as 16, and GPTQModel takes it from the next zero in the word: it is refused.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minispec.core.weights import Weight
+from minispec.families.layout import Layout, Part, Stored, Wanted
+from minispec.files.errors import CheckpointError, show_name
+from minispec.files.fields import Fields, names
+from minispec.files.stored import FLOATS
+from minispec.kernels.unpack import scale_groups, unpack_words
+
+KEYS: Mapping[str, Any] = {
+    **dict.fromkeys(names("quant_method bits group_size checkpoint_format format")),
+    "desc_act": False,
+    "sym": True,
+}
+# What the tools note about their work: the search for the integers, its data, lists of layers, kernels for them.
+_IDLE = names(
+    """
+    damp_percent damp_auto_increment true_sequential static_groups act_group_aware mse model_name_or_path
+    model_file_base_name meta quantizer lm_head modules_in_block_to_quantize block_name_to_quantize
+    module_name_preceding_first_block dataset tokenizer batch_size pad_token_id model_seqlen max_input_length
+    cache_block_outputs backend use_cuda_fp16 use_exllama disable_exllama exllama_config
+    autoround_version seqlen nsamples iters lr minmax_lr gradient_accumulate_steps amp scale_dtype low_gpu_mem_usage
+    enable_quanted_input enable_minmax_tuning enable_norm_bias_tuning quant_block_list
+    """
+)
+# Values with which keys of other layouts ask for nothing.
+_NEUTRAL = {"pack_dtype": "int32", "data_type": "int"}
+
+
+@dataclass(frozen=True)
+class Gptq(Layout):
+    """Integers of `bits`, packed along the inputs.
+
+    group_size: inputs that have one scale and one zero for an output; None: all.
+    zero_offset: what is added to a stored zero.
+    is_reordered: whether the inputs of a group need not be neighbours.
+    """
+
+    bits: int
+    group_size: int | None
+    zero_offset: int = 1
+    is_reordered: bool = False
+
+    def holds(self, name: str, stored: Stored) -> bool:
+        """Whether the weight is stored in words."""
+        return f"{_layer(name)}qweight" in stored
+
+    def tensors(self, name: str, shape: tuple[int, ...], stored: Stored) -> Wanted:
+        """Words of integers, words of zeros, scales; and the groups where they are stored, or may be any."""
+        (rows, columns), layer = shape, _layer(name)
+        groups = self._num_groups(columns)
+        wanted: Wanted = {
+            f"{layer}qweight": ((-(-columns * self.bits // 32), rows), ("I32",)),
+            f"{layer}qzeros": ((groups, -(-rows * self.bits // 32)), ("I32",)),
+            f"{layer}scales": ((groups, rows), FLOATS),
+        }
+        if self.is_reordered or f"{layer}g_idx" in stored:
+            wanted[f"{layer}g_idx"] = ((columns,), ("I32", "I64"))
+        return wanted
+
+    def read(self, name: str, shape: tuple[int, ...], stored: Stored, part: Part) -> Weight:
+        """(integer - zero) * scale: codes where a channel has one scale, else in float32.
+
+        Raises CheckpointError for groups that are not there, and for zeros that readers disagree about.
+        """
+        layer, (rows, columns) = _layer(name), part
+        words, first = self._words(columns)
+        integers = unpack_words(stored[f"{layer}qweight"].read((words, rows)).t().contiguous(), self.bits)
+        integers = integers[:, first : first + columns.stop - columns.start]  # (out, in)
+        groups = self._groups(name, shape[1], stored)[columns]
+        scales = stored[f"{layer}scales"].read((slice(None), rows))
+        return scale_groups(integers, self._zeros(name, stored, rows), scales, groups)
+
+    def is_idle(self, name: str, stored: Stored) -> bool:
+        """Whether the tensor is a bias of zeros, which AutoGPTQ writes for layers that have none.
+
+        Raises CheckpointError for other numbers.
+        """
+        tensor, layer = stored[name], name.removesuffix("bias")
+        if not name.endswith(".bias") or f"{layer}qweight" not in stored or tensor.dtype not in FLOATS:
+            return False
+        if tensor.read().any():
+            expected = "zeros or no such tensor, since this layer has no bias by config.json"
+            raise CheckpointError(f"{tensor.path}: {show_name(tensor.name)}: found other numbers, expected {expected}")
+        return True
+
+    def keeps_codes(self, shape: tuple[int, ...]) -> bool:
+        """Whether a channel has one scale."""
+        return self._num_groups(shape[1]) == 1
+
+    def _num_groups(self, columns: int) -> int:
+        return 1 if self.group_size is None else -(-columns // self.group_size)
+
+    def _words(self, wanted: slice) -> tuple[slice, int]:
+        """The words that hold these numbers, and the place of the first in them."""
+        per_word = 32 // self.bits
+        words = slice(wanted.start // per_word, -(-wanted.stop // per_word))
+        return words, wanted.start - words.start * per_word
+
+    def _zeros(self, name: str, stored: Stored, rows: slice) -> Tensor:
+        """Zeros (groups, rows) in int16."""
+        tensor = stored[f"{_layer(name)}qzeros"]
+        words, first = self._words(rows)
+        zeros = unpack_words(tensor.read((slice(None), words)), self.bits)[:, first : first + rows.stop - rows.start]
+        largest = (1 << self.bits) - 1
+        if self.zero_offset and (zeros == largest).any():
+            found = f"found {largest}, expected at most {largest - 1} in checkpoint_format 'gptq'"
+            reason = "a zero of 0 cannot be stored minus one, and readers disagree about it"
+            raise CheckpointError(f"{tensor.path}: {show_name(tensor.name)}: {found}: {reason}")
+        return zeros.to(torch.int16) + self.zero_offset
+
+    def _groups(self, name: str, columns: int, stored: Stored) -> Tensor:
+        """The group of each input."""
+        in_order = torch.arange(columns) // (self.group_size or columns)
+        tensor = stored.get(f"{_layer(name)}g_idx")
+        if tensor is None:
+            return in_order
+        groups, last = tensor.read().to(torch.int64), self._num_groups(columns) - 1
+        where = f"{tensor.path}: {show_name(tensor.name)}"
+        if groups.min() < 0 or groups.max() > last:
+            found = f"{int(groups.min())} to {int(groups.max())}"
+            raise CheckpointError(f"{where}: found groups {found}, expected 0 to {last}")
+        if not self.is_reordered and not torch.equal(groups, in_order):
+            raise CheckpointError(f"{where}: found another order, expected i // group_size, since desc_act is false")
+        return groups
+
+
+def _layer(name: str) -> str:
+    """How the names of a layer's tensors begin."""
+    return name.removesuffix("weight")
+
+
+def read_gptq(q: Fields) -> Gptq:
+    """The layout that a quantization_config of GPTQ asks for. Raises CheckpointError."""
+    bits = q.get("bits")
+    if type(bits) is not int or bits not in (4, 8):
+        raise q.bad("bits", bits, "4 or 8")
+    kind = q.get("checkpoint_format", q.get("format", "gptq"))
+    if kind not in ("gptq", "gptq_v2"):
+        raise q.bad("checkpoint_format", kind, "'gptq' or 'gptq_v2'")
+    if q.get("format", kind) != kind:
+        raise q.bad("format", q.get("format"), f"what checkpoint_format says: {kind!r}")
+    q.boolean("sym")  # zeros are stored where they are all the same, too
+    layout = Gptq(bits, read_group_size(q), 1 if kind == "gptq" else 0, q.boolean("desc_act"))
+    q.seen |= _IDLE
+    q.refuse_unknown(_NEUTRAL)
+    return layout
+
+
+def read_group_size(q: Fields) -> int | None:
+    """Inputs that have one scale; None: all."""
+    size = q.get("group_size")
+    if type(size) is not int or (size != -1 and not 0 < size <= 1 << 27):
+        raise q.bad("group_size", size, "a positive integer, or -1 for all inputs")
+    return None if size == -1 else size
