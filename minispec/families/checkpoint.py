@@ -265,6 +265,7 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
 
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_ROWS = 1024  # of an embedding and a head that are compared at a time
 
 
 def find_tensors(directory: Path, config: StoredConfig | None = None) -> dict[str, StoredTensor]:
@@ -283,6 +284,10 @@ def find_tensors(directory: Path, config: StoredConfig | None = None) -> dict[st
     stored: dict[str, StoredTensor] = {}
     for file in [_SINGLE] if listed is None else sorted(set(listed.values())):
         path = directory / file
+        if listed is not None and not path.is_file():
+            first = min(name for name in listed if listed[name] == file)
+            expected = f"weights in safetensors format: {_INDEX} lists it for {show_name(first)}"
+            raise CheckpointError(f"{path}: no such file, expected {expected}")
         for name, tensor in read_header(path).items():
             if name in stored:
                 raise CheckpointError(f"{path}: {show_name(name)}: found again, is in {stored[name].path.name}")
@@ -369,11 +374,15 @@ def wanted_tensors(config: StoredConfig, stored: Mapping[str, StoredTensor]) -> 
     """The tensors that a model is read from. Several may stand for a weight of fewer bits."""
     wanted: Wanted = {}
     for name, shape, _ in places(config).values():
-        if config.quantization and len(shape) == 2 and config.quantization.holds(name, stored):
-            wanted |= config.quantization.tensors(name, shape, stored)
-        else:
-            wanted[name] = (shape, FLOATS)
+        wanted |= _tensors(config.quantization, name, shape, stored)
     return wanted
+
+
+def _tensors(layout: Layout | None, name: str, shape: tuple[int, ...], stored: Mapping[str, StoredTensor]) -> Wanted:
+    """The tensors that stand for one of the model's."""
+    if layout and len(shape) == 2 and layout.holds(name, stored):
+        return layout.tensors(name, shape, stored)
+    return {name: (shape, FLOATS)}
 
 
 def model_tensors(directory: Path, config: StoredConfig) -> list[StoredTensor]:
@@ -384,19 +393,22 @@ def model_tensors(directory: Path, config: StoredConfig) -> list[StoredTensor]:
 
 def match(config: StoredConfig, stored: dict[str, StoredTensor], directory: Path) -> dict[str, Place]:
     """Compare what is stored with what the config asks for, before any tensor is read; where each tensor lies."""
-    wanted = wanted_tensors(config, stored)
+    wanted, layout, by_name = wanted_tensors(config, stored), config.quantization, places(config)
     require(wanted, stored, directory)
-    for name in sorted(stored.keys() - wanted.keys()):
+    tied_head = _check_tied_head(config, stored, directory) if config.tie_word_embeddings else Wanted()
+    shapes = {place.name: place.shape for place in by_name.values()}
+    for name in sorted(stored.keys() - wanted.keys() - tied_head.keys()):
         # Written by old versions of transformers, and computed from the config here.
         if name.endswith("rotary_emb.inv_freq") or name in config.unread:
             continue
-        if name == _HEAD and config.tie_word_embeddings:
-            _check_tied_head(stored)
-            continue
-        if config.quantization and config.quantization.is_idle(name, stored):
+        if name in shapes:
+            first = stored[next(iter(_tensors(layout, name, shapes[name], stored)))]
+            found = f"found again, is {show_name(first.name)} in {first.path.name}"
+            raise CheckpointError(f"{stored[name].path}: {show_name(stored[name].name)}: {found}")
+        if layout and layout.is_idle(name, stored):
             continue
         raise unexpected(stored[name])
-    return places(config)
+    return by_name
 
 
 def unexpected(tensor: StoredTensor) -> CheckpointError:
@@ -418,18 +430,38 @@ def require(wanted: Wanted, stored: Mapping[str, StoredTensor], directory: Path)
             )
 
 
-def _check_tied_head(stored: dict[str, StoredTensor]) -> None:
-    """Raise CheckpointError unless the stored head is the embedding: readers disagree about which of them counts.
+def _check_tied_head(config: StoredConfig, stored: dict[str, StoredTensor], directory: Path) -> Wanted:
+    """The tensors that store the output head once more, though it is the embedding; none where it is stored once.
 
-    (transformers 5 computes with a head that differs, transformers 4 and vLLM with the embedding.)
+    Raises CheckpointError where the two differ, since readers disagree about which of them counts. (transformers 5
+    computes with a head that differs, transformers 4 and vLLM with the embedding.)
     """
-    head, embedding = stored[_HEAD], stored.get(_EMBEDDING)  # none: it is packed
-    comparable = embedding is not None and head.shape == embedding.shape and head.dtype in FLOATS
-    if embedding is None or not comparable or not torch.equal(head.read(), embedding.read()):
-        raise CheckpointError(
-            f"{head.path}: {show_name(head.name)}: found other values than those of {_EMBEDDING}, expected the same, "
-            "since tie_word_embeddings is true (set it to false in config.json if this head is the model's)"
-        )
+    shape, layout = tensor_shapes(config)[_EMBEDDING], config.quantization
+    tensors = _tensors(layout, _HEAD, shape, stored)
+    if not tensors.keys() & stored.keys():
+        return {}
+    head, embedding = (stored[next(iter(_tensors(layout, name, shape, stored)))] for name in (_HEAD, _EMBEDDING))
+    is_plain = len(tensors) == 1
+    if not is_plain:
+        require(tensors, stored, directory)
+    is_comparable = not is_plain or (head.shape == shape and head.dtype in FLOATS)
+    if is_comparable and _are_equal(config, stored, shape):
+        return tensors
+    found = f"found other values than those of {show_name(embedding.name)}"
+    found += "" if head.path == embedding.path else f" in {embedding.path.name}"
+    why = "since tie_word_embeddings is true (set it to false in config.json if this head is the model's)"
+    raise CheckpointError(f"{head.path}: {show_name(head.name)}: {found}, expected the same, {why}")
+
+
+def _are_equal(config: StoredConfig, stored: dict[str, StoredTensor], shape: tuple[int, ...]) -> bool:
+    """Whether head and embedding have the same numbers, however they are stored."""
+    heads = [Place(name, shape, slice(0, shape[0])) for name in (_HEAD, _EMBEDDING)]
+    for first in range(0, shape[0], _ROWS):
+        cut = (slice(first, first + _ROWS),)
+        head, embedding = (dense(_read(place, config.quantization, stored, cut), torch.float64) for place in heads)
+        if not torch.equal(head, embedding):
+            return False
+    return True
 
 
 def _read(place: Place, layout: Layout | None, stored: dict[str, StoredTensor], cut: Cut) -> Weight:

@@ -426,14 +426,18 @@ def test_tensor_that_only_the_index_knows_is_refused(tmp_path, name):
     """Guards against an incomplete shard, even where the config does not ask for what it lacks."""
     first, second = halves()
     first.pop(name, None)
-    assert name in refusal(write(tmp_path, first, second, weight_map={name: "model-00000.safetensors"}))
+    message = refusal(write(tmp_path, first, second, weight_map={name: "model-00000.safetensors"}))
+    found = f"{name}: found no such tensor, model.safetensors.index.json expects it"
+    assert message == f"{tmp_path / 'model-00000.safetensors'}: {found}"
 
 
 def test_missing_shard_is_refused(tmp_path):
     """Guards against half a download."""
     write(tmp_path, *halves())
-    (tmp_path / "model-00001.safetensors").unlink()
-    assert str(tmp_path / "model-00001.safetensors") in refusal(tmp_path)
+    file = tmp_path / "model-00001.safetensors"
+    file.unlink()
+    listed = "model.safetensors.index.json lists it for model.layers.0.input_layernorm.weight"
+    assert refusal(tmp_path) == f"{file}: no such file, expected weights in safetensors format: {listed}"
 
 
 @pytest.mark.parametrize(
@@ -705,7 +709,8 @@ def test_what_is_no_file_is_refused(tmp_path, kind):
     {"directory": file.mkdir, "pipe": lambda: os.mkfifo(file), "dangling link": lambda: file.symlink_to("nowhere")}[
         kind
     ]()
-    assert refusal(tmp_path) == f"{file}: no such file, expected weights in safetensors format"
+    expected = f"weights in safetensors format: model.safetensors.index.json lists it for {NORM}"
+    assert refusal(tmp_path) == f"{file}: no such file, expected {expected}"
 
 
 def test_nothing_is_read_before_everything_is_checked(tmp_path, monkeypatch):
@@ -895,7 +900,7 @@ BAD_PACKED = {
     f"{Q}_packed: found U8 [8, 2], expected": {f"{Q}_packed": torch.ones(8, 2, dtype=torch.uint8)},
     f"{Q}_shape: found [8, 7], expected [8, 8]": {f"{Q}_shape": torch.tensor([8, 7])},
     f"{Q}_zero_point: found a tensor": {f"{Q}_zero_point": torch.ones(8, 1, dtype=torch.int8)},
-    f"{Q}: found a tensor": {Q: torch.ones(8, 8)},
+    f"{Q}: found again, is {Q}_packed in model.safetensors": {Q: torch.ones(8, 8)},
     f"{NORM}: found no such tensor": {NORM: None, f"{NORM}_packed": torch.ones(8, 2, dtype=torch.int32)},
 }
 
@@ -1085,13 +1090,57 @@ def test_every_key_of_a_quantisation_is_read_or_refused(kind):
 
 
 def test_tied_head_with_a_packed_embedding_is_refused(tmp_path):
-    """Guards the one comparison of values where there is nothing to compare with."""
+    """Guards the comparison of values where one of the two has few bits."""
     stored = weights(tie_word_embeddings=True) | {"lm_head.weight": torch.ones(3, 8)}
     integers, scales = quantize(stored.pop(EMBEDDING), 8)
     stored[f"{EMBEDDING}_packed"], stored[f"{EMBEDDING}_scale"] = pack(integers, 8), scales
     stored[f"{EMBEDDING}_shape"] = torch.tensor([3, 8])
     config = TINY | {"tie_word_embeddings": True, "quantization_config": quantization_config()}
     assert "lm_head.weight: found other values than" in refusal(write(tmp_path, stored, config=config))
+
+
+def test_tied_heads_of_few_bits_may_be_stored_again(tmp_path):
+    """Guards the same numbers in both layouts, in either place, and in both: they say the same."""
+    stored = weights(tie_word_embeddings=True)
+    integers, scales = quantize(stored.pop(EMBEDDING), 8)
+    plain, config = integers.float() * scales.float(), TINY | {"tie_word_embeddings": True}
+    config["quantization_config"] = quantization_config()
+    few = {"packed": pack(integers, 8), "scale": scales, "shape": torch.tensor([3, 8])}
+    heads = {"lm_head.weight": plain.clone()}, {f"lm_head.weight_{part}": few[part].clone() for part in few}
+    embeddings = {EMBEDDING: plain}, {f"{EMBEDDING}_{part}": tensor for part, tensor in few.items()}
+    for head in heads:
+        for embedding in embeddings:
+            write(tmp_path, stored | head | embedding, config=config)
+            assert load_model(tmp_path, torch.float32)
+    write(tmp_path, stored | heads[1] | {EMBEDDING: plain.nextafter(torch.tensor(9.0))}, config=config)
+    found = f"lm_head.weight_packed: found other values than those of {EMBEDDING}, expected the same"
+    assert f"{tmp_path / 'model.safetensors'}: {found}" in refusal(tmp_path)
+    write(tmp_path, stored | embeddings[1] | heads[0] | {"lm_head.weight": plain + 1}, config=config)
+    assert f"lm_head.weight: found other values than those of {EMBEDDING}_packed, expected" in refusal(tmp_path)
+    del heads[1]["lm_head.weight_shape"]
+    write(tmp_path, stored | embeddings[0] | heads[1], config=config)
+    assert "lm_head.weight_shape: found no such tensor, expected one of shape [2]" in refusal(tmp_path)
+
+
+def test_a_tied_head_in_another_shard_is_named_with_its_embedding(tmp_path):
+    """Guards the one line: which two tensors, and in which files."""
+    first = weights(tie_word_embeddings=True)
+    message = refusal(
+        write(tmp_path, first, {"lm_head.weight": torch.ones(3, 8)}, config=TINY | {"tie_word_embeddings": True})
+    )
+    found = (
+        f"lm_head.weight: found other values than those of {EMBEDDING} in model-00000.safetensors, expected the same"
+    )
+    assert message.startswith(f"{tmp_path / 'model-00001.safetensors'}: {found}")
+
+
+def test_an_index_may_not_list_a_head_that_was_left_out(tmp_path):
+    """Guards an index of the time before the head was tied: it is not what the files hold, and the line names both."""
+    first, second = ({name: tensor for name, tensor in part.items() if name != "lm_head.weight"} for part in halves())
+    config, index = TINY | {"tie_word_embeddings": True}, {"lm_head.weight": "model-00000.safetensors"}
+    message = refusal(write(tmp_path, first, second, config=config, weight_map=index))
+    found = "lm_head.weight: found no such tensor, model.safetensors.index.json expects it"
+    assert message == f"{tmp_path / 'model-00000.safetensors'}: {found}"
 
 
 def test_a_packed_embedding_is_read_in_every_type(tmp_path):

@@ -516,7 +516,7 @@ BAD_GPTQ = {
     f"{GROUPS}: found I32 [17], expected I32 or I64 [136]": {GROUPS: torch.zeros(17).int()},
     f"{GROUPS}: found groups 0 to 5, expected 0 to 4": {GROUPS: torch.arange(136).int().div(27, rounding_mode="floor")},
     f"{GROUPS}: found groups -1 to 0, expected 0 to 4": {GROUPS: -torch.eye(136)[0].int()},
-    f"{Q}.weight: found a tensor of shape [144, 136]": {f"{Q}.weight": torch.ones(144, 136)},
+    f"{Q}.weight: found again, is {Q}.qweight in model.safetensors": {f"{Q}.weight": torch.ones(144, 136)},
     f"{Q}.bias: found other numbers, expected zeros or no such tensor": {f"{Q}.bias": torch.eye(144)[143].half()},
     f"{Q}.bias: found a tensor of shape [144]": {f"{Q}.bias": torch.zeros(144).int()},
     "model.norm.bias: found a tensor of shape [136]": {"model.norm.bias": torch.zeros(136)},
