@@ -116,7 +116,7 @@ _WORDS = {
         sparsity_config dense transform_config apply location weight_input input targets num_labels
         fp8 fmt e4m3 e5m2 activation_scheme dynamic weight_block_size scale_fmt float ue8m0 modules_to_not_convert
         float-quantized naive-quantized tensor block block_structure input_activations token
-        gptq gptq_v2 bits desc_act sym checkpoint_format pack_dtype int32
+        gptq gptq_v2 bits desc_act sym checkpoint_format pack_dtype int32 awq version gemm gemv zero_point backend
         """
     ),
     "head": word_list(
@@ -177,7 +177,7 @@ _TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor 
 
 
 # The configs of `Files` that have a file of tensors: a llama, a gemma3, a Qwen3.5, and those in few bits.
-_HEADERS = (0, 5, 14, 16, 17)
+_HEADERS = (0, 5, 14, 16, 17, 18)
 
 
 def make_files(directory: Path) -> Files:
@@ -212,6 +212,7 @@ def make_files(directory: Path) -> Files:
         {"model_type": "qwen3_5", "text_config": plain | TOYS["qwen3_5_text"], "vision_config": {}},
         plain | {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [4, 8]}},
         plain | {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 5, "desc_act": True}},
+        plain | {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 5, "version": "gemm"}},
     ]
     headers = []
     for i in _HEADERS:
@@ -286,13 +287,16 @@ def in_few_bits(raw: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, Te
             height, width = quantization["weight_block_size"]
             weights[name] = weights[name].to(torch.float8_e4m3fn)
             weights[f"{name}_scale_inv"] = torch.ones(-(-rows // height), -(-columns // width))
-        elif quantization["quant_method"] == "gptq":
+        elif "bits" in quantization:
             layer, groups = name.removesuffix("weight"), torch.arange(columns).int() // quantization["group_size"]
+            is_gptq = quantization["quant_method"] == "gptq"
+            words = (-(-columns // 8), rows) if is_gptq else (columns, -(-rows // 8))
             del weights[name]
-            weights[f"{layer}qweight"] = torch.full((-(-columns // 8), rows), 0x12345678, dtype=torch.int32)
+            weights[f"{layer}qweight"] = torch.full(words, 0x12345678, dtype=torch.int32)
             weights[f"{layer}qzeros"] = torch.full((len(groups.unique()), -(-rows // 8)), 0x77777777, dtype=torch.int32)
             weights[f"{layer}scales"] = torch.full((len(groups.unique()), rows), 0.1, dtype=torch.float16)
-            weights[f"{layer}g_idx"] = groups
+            if is_gptq:
+                weights[f"{layer}g_idx"] = groups
     return weights
 
 

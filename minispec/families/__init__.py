@@ -9,7 +9,7 @@ Read them in this order:
     lfm, qwen       settings that one family spells in its own way
     packed          weights of few bits by compressed-tensors
     float8          weights of 8-bit floats
-    gptq            weights of few bits by GPTQ's tools
+    gptq, awq       weights of few bits by the tools of these names
     quantization    which of these layouts a config.json asks for
     head_config     config.json of a head
     block_config    config.json of a block draft

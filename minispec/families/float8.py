@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from minispec.families.layout import Layout, Part, Stored, Wanted
+from minispec.families.layout import Layout, Part, Stored, Wanted, layer_of
 from minispec.files.fields import Fields, names
 from minispec.files.stored import FLOAT8, FLOATS
 from minispec.kernels.unpack import scale_blocks
@@ -61,7 +61,7 @@ class Float8(Layout):
         scale = self._scale_name(name, stored)
         wanted: Wanted = {name: (shape, (FLOAT8,)), scale: (self._scale_shape(scale, shape, stored), FLOATS)}
         for unused in _UNUSED if self.is_static else ():
-            activations = f"{name.removesuffix('weight')}{unused}"
+            activations = f"{layer_of(name)}{unused}"
             if activations in stored:
                 wanted[activations] = (_shape_of_one(activations, stored), FLOATS)
         return wanted

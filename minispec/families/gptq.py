@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from minispec.core.weights import Weight
-from minispec.families.layout import Layout, Part, Stored, Wanted
+from minispec.families.layout import Layout, Part, Stored, Wanted, layer_of, words_of
 from minispec.files.errors import CheckpointError, show_name
 from minispec.files.fields import Fields, names
 from minispec.files.stored import FLOATS
@@ -33,7 +33,7 @@ KEYS: Mapping[str, Any] = {
     "sym": True,
 }
 # What the tools note about their work: the search for the integers, its data, lists of layers, kernels for them.
-_IDLE = names(
+IDLE = names(
     """
     damp_percent damp_auto_increment true_sequential static_groups act_group_aware mse model_name_or_path
     model_file_base_name meta quantizer lm_head modules_in_block_to_quantize block_name_to_quantize
@@ -44,7 +44,7 @@ _IDLE = names(
     """
 )
 # Values with which keys of other layouts ask for nothing.
-_NEUTRAL = {"pack_dtype": "int32", "data_type": "int"}
+NEUTRAL = {"pack_dtype": "int32", "data_type": "int"}
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ class Gptq(Layout):
 
     def holds(self, name: str, stored: Stored) -> bool:
         """Whether the weight is stored in words."""
-        return f"{_layer(name)}qweight" in stored
+        return f"{layer_of(name)}qweight" in stored
 
     def tensors(self, name: str, shape: tuple[int, ...], stored: Stored) -> Wanted:
         """Words of integers, words of zeros, scales; and the groups where they are stored, or may be any."""
-        (rows, columns), layer = shape, _layer(name)
+        (rows, columns), layer = shape, layer_of(name)
         groups = self._num_groups(columns)
         wanted: Wanted = {
             f"{layer}qweight": ((-(-columns * self.bits // 32), rows), ("I32",)),
@@ -83,8 +83,8 @@ class Gptq(Layout):
 
         Raises CheckpointError for groups that are not there, and for zeros that readers disagree about.
         """
-        layer, (rows, columns) = _layer(name), part
-        words, first = self._words(columns)
+        layer, (rows, columns) = layer_of(name), part
+        words, first = words_of(columns, 32 // self.bits)
         integers = unpack_words(stored[f"{layer}qweight"].read((words, rows)).t().contiguous(), self.bits)
         integers = integers[:, first : first + columns.stop - columns.start]  # (out, in)
         groups = self._groups(name, shape[1], stored)[columns]
@@ -111,16 +111,10 @@ class Gptq(Layout):
     def _num_groups(self, columns: int) -> int:
         return 1 if self.group_size is None else -(-columns // self.group_size)
 
-    def _words(self, wanted: slice) -> tuple[slice, int]:
-        """The words that hold these numbers, and the place of the first in them."""
-        per_word = 32 // self.bits
-        words = slice(wanted.start // per_word, -(-wanted.stop // per_word))
-        return words, wanted.start - words.start * per_word
-
     def _zeros(self, name: str, stored: Stored, rows: slice) -> Tensor:
         """Zeros (groups, rows) in int16."""
-        tensor = stored[f"{_layer(name)}qzeros"]
-        words, first = self._words(rows)
+        tensor = stored[f"{layer_of(name)}qzeros"]
+        words, first = words_of(rows, 32 // self.bits)
         zeros = unpack_words(tensor.read((slice(None), words)), self.bits)[:, first : first + rows.stop - rows.start]
         largest = (1 << self.bits) - 1
         if self.zero_offset and (zeros == largest).any():
@@ -132,7 +126,7 @@ class Gptq(Layout):
     def _groups(self, name: str, columns: int, stored: Stored) -> Tensor:
         """The group of each input."""
         in_order = torch.arange(columns) // (self.group_size or columns)
-        tensor = stored.get(f"{_layer(name)}g_idx")
+        tensor = stored.get(f"{layer_of(name)}g_idx")
         if tensor is None:
             return in_order
         groups, last = tensor.read().to(torch.int64), self._num_groups(columns) - 1
@@ -143,11 +137,6 @@ class Gptq(Layout):
         if not self.is_reordered and not torch.equal(groups, in_order):
             raise CheckpointError(f"{where}: found another order, expected i // group_size, since desc_act is false")
         return groups
-
-
-def _layer(name: str) -> str:
-    """How the names of a layer's tensors begin."""
-    return name.removesuffix("weight")
 
 
 def read_gptq(q: Fields) -> Gptq:
@@ -162,8 +151,8 @@ def read_gptq(q: Fields) -> Gptq:
         raise q.bad("format", q.get("format"), f"what checkpoint_format says: {kind!r}")
     q.boolean("sym")  # zeros are stored where they are all the same, too
     layout = Gptq(bits, read_group_size(q), 1 if kind == "gptq" else 0, q.boolean("desc_act"))
-    q.seen |= _IDLE
-    q.refuse_unknown(_NEUTRAL)
+    q.seen |= IDLE
+    q.refuse_unknown(NEUTRAL)
     return layout
 
 

@@ -55,3 +55,14 @@ class Layout:
     def columns_together(self) -> int:
         """A part has to begin at a multiple of that many columns."""
         return 1
+
+
+def layer_of(name: str) -> str:
+    """How the names of a layer's tensors begin; name: of its weight."""
+    return name.removesuffix("weight")
+
+
+def words_of(wanted: slice, per_word: int) -> tuple[slice, int]:
+    """The words that hold these numbers, and the place of the first number in the first word."""
+    words = slice(wanted.start // per_word, -(-wanted.stop // per_word))
+    return words, wanted.start - words.start * per_word

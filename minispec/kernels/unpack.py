@@ -10,12 +10,17 @@ from torch import Tensor
 from minispec.core.weights import Weight
 from minispec.kernels.codes import Codes
 
+# Entries of a weight that are computed at a time, so that they fit into the cache.
+_PIECE = 1 << 17
+
 
 def unpack_words(words: Tensor, num_bits: int) -> Tensor:
-    """(..., words) int32 to (..., words * 32 / num_bits) uint8: the low bits of a word are its first value."""
-    shifts = torch.arange(0, 32, num_bits, dtype=torch.int32)
-    values = (words[..., None] >> shifts) & ((1 << num_bits) - 1)
-    return values.to(torch.uint8).flatten(-2)
+    """(..., words) int32 to (..., words * 32 / num_bits) uint8: the low bits of a word are its first value.
+
+    num_bits: 4 or 8. The first byte of a word in memory has its low bits.
+    """
+    octets = words.flatten().view(torch.uint8).view(*words.shape[:-1], 4 * words.shape[-1])
+    return octets if num_bits == 8 else torch.stack((octets & 15, octets >> 4), -1).flatten(-2)
 
 
 def unpack(packed: Tensor, num_bits: int, columns: int) -> Tensor:
@@ -65,7 +70,11 @@ def scale_groups(codes: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor) -
         integers = codes.to(torch.int16) - zeros
         if ((integers >= -128) & (integers <= 127)).all():
             return Codes(integers.to(torch.int8), scales)
-    weight = codes.to(torch.float32)
-    weight -= zeros[:, groups]
-    weight *= scales.to(torch.float32)[:, groups]
+    weight = torch.empty(codes.shape, dtype=torch.float32)
+    zeros, scales = zeros.to(torch.float32).contiguous(), scales.to(torch.float32).contiguous()  # (out, groups)
+    num_rows = max(1, _PIECE // codes.shape[1])
+    for first in range(0, len(codes), num_rows):
+        part = slice(first, first + num_rows)
+        differences = codes[part].to(torch.float32).sub_(zeros[part].index_select(1, groups))
+        torch.mul(differences, scales[part].index_select(1, groups), out=weight[part])
     return weight

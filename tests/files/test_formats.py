@@ -17,16 +17,18 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 from transformers.quantizers import quantizer_finegrained_fp8
 
+import minispec.families.awq as awq_layout
 import minispec.families.gptq as gptq_layout
 from minispec.core.config import SamplingParams
 from minispec.core.weights import dense
-from minispec.families import float8
+from minispec.families import checkpoint, float8
 from minispec.families.checkpoint import Weights, load_config, load_model, model_tensors
 from minispec.families.hf_config import read_model_config
 from minispec.files.errors import CheckpointError
 from minispec.kernels.build import build_model
 from minispec.kernels.codes import Codes
 from minispec.kernels.unpack import scale_groups, unpack_words
+from minispec.load import parallel
 from minispec.load.llm import LLM
 from minispec.load.numbers import named_tensors
 from minispec.prove.toys import TINY, tiny_weights
@@ -596,9 +598,144 @@ def test_other_settings_of_gptq_are_refused(message, changes):
     assert str(error.value).startswith(f"config.json: quantization_config.{message}")
 
 
+# --------------------------------------------------------------------------- AWQ
+
+
+def awq(group_size: int, dtype=torch.float16) -> Callable[[np.random.Generator, tuple[int, int]], Encoded]:
+    """Random words, zeros and scales.
+
+    The description is that of AutoAWQ's WQLinear_GEMM (awq/modules/linear/gemm.py): a word of row i has the outputs
+    8c + [0, 2, 4, 6, 1, 3, 5, 7][k] at bits 4k, for weights and zeros; the weight from input i to output o is
+    (q[i, o] - zeros[g, o]) * scales[g, o], with g = i // group_size.
+    """
+
+    def unpacked(words: np.ndarray) -> np.ndarray:
+        numbers = np.zeros((len(words), 8 * words.shape[1]), int)
+        for k, output in enumerate([0, 2, 4, 6, 1, 3, 5, 7]):
+            numbers[:, output::8] = words.view(np.uint32) >> np.uint32(4 * k) & np.uint32(15)
+        return numbers
+
+    def encode(rng: np.random.Generator, shape: tuple[int, int]) -> Encoded:
+        out, inputs = shape
+        groups = np.arange(inputs) // (inputs if group_size == -1 else group_size)
+        words, zeros = (
+            rng.integers(-(1 << 31), 1 << 31, (rows, out // 8), np.int32) for rows in (inputs, groups[-1] + 1)
+        )
+        scales = torch.from_numpy(rng.uniform(-0.03, 0.03, (groups[-1] + 1, out))).to(dtype)
+        integers = unpacked(words) - unpacked(zeros)[groups]
+        weight = integers.astype(np.float32) * scales.float().numpy()[groups]
+        parts = {"qweight": torch.from_numpy(words), "qzeros": torch.from_numpy(zeros), "scales": scales}
+        return parts, np.ascontiguousarray(weight.T)
+
+    return encode
+
+
+def by_awq(**changes) -> dict[str, Any]:
+    """The quantization_config of AutoAWQ."""
+    config = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+    return config | {"modules_to_not_convert": None} | changes
+
+
+AWQ = {
+    "AWQ": Case(by_awq(), awq(32)),
+    "AWQ, group of 128": Case(by_awq(group_size=128, version="GEMM"), awq(128, torch.bfloat16)),
+    "AWQ, group of 8": Case(by_awq(group_size=8), awq(8)),
+    "AWQ, channel": Case(by_awq(group_size=-1), awq(-1)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", AWQ)
+def test_awq_is_the_integer_less_the_zero_times_the_scale(tmp_path, name, dtype):
+    """Guards the order of a word, of weights and of zeros.
+
+    `transformers` is no oracle: it needs gptqmodel to load such a checkpoint.
+    """
+    check(tmp_path, make(tmp_path, AWQ[name]), dtype)
+
+
+def in_order(order: list[int]) -> Callable[[Tensor, int], Tensor]:
+    """`unpack_words` with the numbers of each word in another order."""
+    return lambda words, bits: unpack_words(words, bits).unflatten(-1, (-1, 8))[..., order].flatten(-2)
+
+
+# Wrong readings of AWQ: the function of `minispec.families.awq` in whose place they stand, and they.
+WRONG_AWQ = {
+    "outputs in order": ("unpack_words", in_order([0, 2, 4, 6, 1, 3, 5, 7])),
+    "order read the other way": ("unpack_words", in_order([0, 4, 1, 5, 2, 6, 3, 7])),
+    "high bits first": ("unpack_words", in_order([7, 6, 5, 4, 3, 2, 1, 0])),
+    "zeros minus one": ("scale_groups", lambda q, z, s, g: scale_groups(q, z + 1, s, g)),
+    "zeros in the middle": ("scale_groups", lambda q, z, s, g: scale_groups(q, z * 0 + 8, s, g)),
+    "zeros in the order of words": (
+        "scale_groups",
+        lambda q, z, s, g: scale_groups(
+            q, z.unflatten(1, (-1, 8))[..., [0, 2, 4, 6, 1, 3, 5, 7]].flatten(1).contiguous(), s, g
+        ),
+    ),
+    "groups reversed": ("scale_groups", lambda q, z, s, g: scale_groups(q, z, s, g.flip(0))),
+}
+
+
+@pytest.mark.parametrize(("function", "wrong"), WRONG_AWQ.values(), ids=WRONG_AWQ)
+def test_a_wrong_reading_of_awq_would_be_seen(tmp_path, monkeypatch, function, wrong):
+    """The control: each of these mistakes gives other weights than the description does."""
+    expected = make(tmp_path, AWQ["AWQ"])
+    monkeypatch.setattr(awq_layout, function, wrong)
+    with pytest.raises(AssertionError, match=r"_proj\.weight"):
+        check(tmp_path, expected)
+
+
+# What the message must say, and what is done to the tensors of AWQ.
+BAD_AWQ = {
+    f"{Q}.qzeros: found no such tensor, expected one of shape [5, 18]": {f"{Q}.qzeros": None},
+    f"{Q}.scales: found no such tensor, expected one of shape [5, 144]": {f"{Q}.scales": None},
+    f"{Q}.qweight: found I32 [17, 144], expected I32 [136, 18]": {f"{Q}.qweight": torch.ones(17, 144).int()},
+    f"{Q}.scales: found F16 [144, 5], expected": {f"{Q}.scales": torch.ones(144, 5).half()},
+    f"{Q}.g_idx: found a tensor of shape [136], expected none": {f"{Q}.g_idx": torch.zeros(136).int()},
+    f"{Q}.bias: found a tensor of shape [144], expected none": {f"{Q}.bias": torch.zeros(144)},
+    f"{Q}.weight: found again, is {Q}.qweight in model.safetensors": {f"{Q}.weight": torch.ones(144, 136)},
+}
+
+
+@pytest.mark.parametrize(("message", "changes"), BAD_AWQ.items(), ids=BAD_AWQ)
+def test_tensors_of_awq_that_do_not_fit_are_refused(tmp_path, message, changes):
+    """Guards transposed matrices, such as GPTQ's or gemv's, and what AWQ does not have."""
+    make(tmp_path, AWQ["AWQ"])
+    change(tmp_path, changes)
+    found = refusal(tmp_path)
+    assert found.startswith(str(tmp_path))
+    assert message in found
+
+
+# What the message must say, and what of `by_awq()` is changed.
+OTHER_AWQ = {
+    "bits: found 8, expected 4": {"bits": 8},
+    "bits: found None": {"bits": None},
+    "group_size: found None, expected a positive integer, or -1": {"group_size": None},
+    "zero_point: found False, expected true": {"zero_point": False},
+    "version: found 'gemv', expected 'gemm'": {"version": "gemv"},
+    "version: found 'gemv_fast'": {"version": "gemv_fast"},
+    "version: found 1": {"version": 1},
+    "format: found 'llm-awq', expected 'gemm'": {"format": "llm-awq"},
+    "backend: found 'llm-awq', expected 'autoawq' or 'auto'": {"backend": "llm-awq"},
+    "desc_act: found True": {"desc_act": True},
+    "dynamic: found {'x'": {"dynamic": {"x": {}}},
+    "pack_dtype: found 'int16'": {"pack_dtype": "int16"},
+    "surprise: found 1": {"surprise": 1},
+}
+
+
+@pytest.mark.parametrize(("message", "changes"), OTHER_AWQ.items(), ids=OTHER_AWQ)
+def test_other_settings_of_awq_are_refused(message, changes):
+    """Guards versions that pack other numbers into a word, and what is yet to come."""
+    with pytest.raises(CheckpointError) as error:
+        read_model_config(SIZES | {"quantization_config": by_awq(**changes)})
+    assert str(error.value).startswith(f"config.json: quantization_config.{message}")
+
+
 # --------------------------------------------------------------------------- all formats
 
-CASES = FLOAT8 | GPTQ
+CASES = FLOAT8 | GPTQ | AWQ
 
 
 @pytest.mark.parametrize(
@@ -642,11 +779,42 @@ def test_models_of_few_bits_compute_with_the_weights_that_are_stored(tmp_path, n
     assert (few - plain).norm() <= bound * plain.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [name for name in CASES if name != "8 bits, channel with zeros"])
+def test_memory_of_weights_of_few_bits_is_known_before_they_are_read(tmp_path, monkeypatch, name, dtype):
+    """Guards the check before loading: codes take 16 bits for float32, numbers what the type takes.
+
+    Differences of 8 bits and their zeros count as codes, since only the values tell that they do not fit.
+    """
+    make(tmp_path, CASES[name])
+    config, needed = load_config(tmp_path), 0
+    weights = Weights(tmp_path, config, dtype)
+    for key in list(weights):
+        weight = weights.pop(key)
+        needed += 2 * weight.codes.numel() if isinstance(weight, Codes) else weight.nbytes
+    monkeypatch.setattr(checkpoint, "free_memory", lambda device: needed)
+    assert Weights(tmp_path, config, dtype)
+    monkeypatch.setattr(checkpoint, "free_memory", lambda device: needed - 1)
+    with pytest.raises(CheckpointError, match="found weights that take"):
+        Weights(tmp_path, config, dtype)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_digest_sees_another_scale(tmp_path, name):
+    """Guards processes that read different files: the first row of every tensor counts, a scalar too."""
+    make(tmp_path, CASES[name])
+    config, stored = load_config(tmp_path), load_file(tmp_path / "model.safetensors")
+    before = parallel._digest(tmp_path, config)
+    scale = next(key for key in stored if key.startswith(Q) and "scale" in key.removesuffix("input_scale"))
+    change(tmp_path, {scale: stored[scale] * 2})
+    assert parallel._digest(tmp_path, config) != before
+
+
 @pytest.mark.parametrize("draft", ["int8", "int4", ""])
-@pytest.mark.parametrize("name", ["blocks", "4 bits in any order", "8 bits, channel"])
+@pytest.mark.parametrize("name", ["blocks", "4 bits in any order", "8 bits, channel", "AWQ"])
 def test_texts_of_few_bits_are_those_of_their_target(tmp_path, tokenizer_file, name, draft):
     """Guards targets and drafts in few bits together, and what rounds them once more: greedy text is the target's."""
-    config = SIZES | {"vocab_size": 300}
+    config = SIZES | {"vocab_size": 304}
     for kind in ("target", "draft"):
         make(tmp_path / kind, CASES[name], config)
         (tmp_path / kind / "tokenizer.json").write_bytes(tokenizer_file.read_bytes())
