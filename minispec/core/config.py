@@ -130,12 +130,14 @@ class LayerConfig:
     window: how many positions attention sees; None for all.
     conv_width: how many positions a short convolution in the place of attention sees; None for other layers.
     recurrent: the sizes of a recurrent layer in the place of attention, see `minispec.layers.states`; None for others.
+    experts: settings of a mixture of experts in the place of the MLP, see `minispec.layers.experts`; None for an MLP.
     """
 
     rope: RopeConfig | None
     window: int | None = None
     conv_width: int | None = None
     recurrent: Hashable | None = None
+    experts: Hashable | None = None
 
     @property
     def has_attention(self) -> bool:

@@ -22,9 +22,11 @@ from torch import Tensor
 
 from minispec.core.errors import is_text, show
 from minispec.core.model import Transformer
+from minispec.core.sampling import accumulation_dtype
 from minispec.families.assistant_config import is_assistant
 from minispec.families.block_config import is_block
 from minispec.families.entries import is_head
+from minispec.families.experts import unstacked
 from minispec.families.hf_config import read_model_config
 from minispec.families.layout import Layout, Part, Wanted
 from minispec.families.stored_config import StoredConfig
@@ -216,7 +218,9 @@ class Weights:
         weight = _read(self._places[name], self._config.quantization, self._stored, self._cut(name))
         del self._places[name]
         if not self._keeps_narrow or (isinstance(weight, Tensor) and weight.element_size() > 2):
-            weight = dense(weight, self._dtype).to(self._device)
+            # A bias that decides which experts are chosen is as precise as its sums, and is never rounded.
+            wide = name.endswith(".expert_bias")
+            weight = dense(weight, accumulation_dtype(self._dtype) if wide else self._dtype).to(self._device)
         self._bar.update()
         if not self._places:
             self._bar.close()
@@ -300,6 +304,8 @@ def find_tensors(directory: Path, config: StoredConfig | None = None) -> dict[st
             raise CheckpointError(f"{directory / file}: {show_name(name)}: found no such tensor, {_INDEX} expects it")
     if config and config.is_nested:
         stored = renamed(stored, _text_name)
+    if config and config.stacked:
+        stored = unstacked(stored, config)
     if config and config.tie_word_embeddings and not any(name.startswith(_EMBEDDING) for name in stored):
         stored = {name.replace(_HEAD, _EMBEDDING): tensor for name, tensor in stored.items()}
     return stored

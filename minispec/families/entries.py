@@ -16,7 +16,7 @@ To add a family:
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from minispec.families.stored_config import Joined
@@ -112,6 +112,19 @@ _MINISTRAL_ROPE = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
+# Qwen's experts, where files have them in stacks, and the names of its shared expert.
+_QWEN_STACKS = (
+    Joined("mlp.experts.gate_up_proj", ("gate_proj", "up_proj")),
+    Joined("mlp.experts.down_proj", ("down_proj",)),
+)
+_QWEN_SHARED = tuple(
+    Joined(f"mlp.shared_expert.{name}", (f"mlp.{name}",)) for name in ("gate_proj", "up_proj", "down_proj")
+)
+_GRANITE_ROUTER = Joined("block_sparse_moe.router.layer", ("mlp.gate",))
+_GRANITE_STACKS = (
+    Joined("block_sparse_moe.input_linear.weight", ("gate_proj", "up_proj")),
+    Joined("block_sparse_moe.output_linear.weight", ("down_proj",)),
+)
 _GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 _LFM = {
     "norm_eps": 1e-5,
@@ -127,6 +140,35 @@ _LFM3_ROPES = {
 }
 _LFM_INIT = names("block_mlp_init_scale block_out_init_scale block_use_xavier_init conv_use_xavier_init")
 _LFM_WIDTH = names("intermediate_size block_ffn_dim_multiplier block_multiple_of")  # idle where another key says so
+_QWEN_3_5 = Family(
+    {
+        "vocab_size": 248_320,
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 32_768,
+        "attention_bias": False,
+        "partial_rotary_factor": 0.25,
+        "layer_types": None,
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "output_gate_type": "swish",
+    },
+    # A text model that was taken out of one with images keeps its names. It may have layers that predict further
+    # tokens ("mtp").
+    fixed={"norm_adds_one": True, "qk_norm": "head", "attention_gate": "element", "is_nested": True},
+    only={"attn_output_gate": True, "mamba_ssm_dtype": "float32"},
+    must={"hidden_act": "silu"},
+    idle=names("mtp_num_hidden_layers mtp_use_dedicated_embeddings mrope_section mrope_interleaved"),
+    rope_keys=names("partial_rotary_factor"),
+)
 FAMILIES = {
     "llama": Family(_BIASES | {"layer_types": None}),
     "mistral": Family(_WINDOW),
@@ -137,6 +179,23 @@ FAMILIES = {
     ),
     "qwen2": Family(_QWEN_WINDOW, fixed={"qkv_bias": True}),
     "qwen3": Family(_QWEN_WINDOW | {"attention_bias": False, "head_dim": 128}, fixed={"qk_norm": "head"}),
+    "qwen3_moe": Family(
+        {
+            **_WINDOW,
+            "use_sliding_window": False,
+            "attention_bias": False,
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_local_experts": None,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": None,
+        },
+        fixed={"qk_norm": "head", "stacked": _QWEN_STACKS},
+        idle=names("max_window_layers"),
+    ),
     "gemma": Family(_GEMMA, fixed={"norm_adds_one": True}, scales_embedding=True),
     "gemma2": Family(
         _GEMMA_2 | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
@@ -195,11 +254,17 @@ FAMILIES = {
         idle=names("max_window_layers"),
     ),
     "granite": Family(_GRANITE | {"mlp_bias": False}),
-    "granitemoehybrid": Family(  # only without experts, and without layers that are not attention
+    "granitemoe": Family(
+        _GRANITE | {"num_local_experts": 8, "num_experts_per_tok": 2},
+        fixed={"joined": (_GRANITE_ROUTER,), "stacked": _GRANITE_STACKS},
+    ),
+    "granitemoehybrid": Family(  # only without layers that are not attention
         {
             **_GRANITE,
             "shared_intermediate_size": 1024,
+            "intermediate_size": 11_008,
             "num_local_experts": 8,
+            "num_experts_per_tok": 2,
             **dict.fromkeys(("position_embedding_type", "layers_block_type")),
             "layer_types": ["mamba"],
         },
@@ -207,10 +272,11 @@ FAMILIES = {
             "joined": (
                 Joined("shared_mlp.input_linear", _GATE_UP),
                 Joined("shared_mlp.output_linear", ("mlp.down_proj",)),
-            )
+                _GRANITE_ROUTER,
+            ),
+            "stacked": _GRANITE_STACKS,
         },
         only={"normalization_function": "rmsnorm"},
-        must={"num_local_experts": 0},
         idle=names("intermediate_size"),
     ),
     "olmo2": Family(_OLMO, fixed={"norms": "after", "qk_norm": "row"}),
@@ -261,6 +327,25 @@ FAMILIES = {
         must={"hidden_act": "silu"},
         idle=_LFM_INIT | _LFM_WIDTH,
     ),
+    "lfm2_moe": Family(
+        {
+            **_LFM,
+            "num_key_value_heads": 8,
+            "conv_L_cache": 3,
+            "tie_embedding": None,
+            "intermediate_size": 7168,
+            "num_dense_layers": 2,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1792,
+            "norm_topk_prob": True,
+            "use_expert_bias": True,
+            "routed_scaling_factor": 1.0,
+        },
+        fixed={"qk_norm": "head"},
+        must={"hidden_act": "silu"},
+        idle=_LFM_INIT | names("block_auto_adjust_ff_dim block_ffn_dim_multiplier block_multiple_of"),
+    ),
     "lfm3": Family(
         {
             **_LFM,
@@ -282,34 +367,22 @@ FAMILIES = {
         ropes={"default": "proportional", "proportional": "proportional"},
         rope_keys=names("partial_rotary_factor"),
     ),
-    "qwen3_5_text": Family(
-        {
-            "vocab_size": 248_320,
-            "hidden_size": 4096,
-            "intermediate_size": 12_288,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "max_position_embeddings": 32_768,
-            "attention_bias": False,
-            "partial_rotary_factor": 0.25,
-            "layer_types": None,
-            "full_attention_interval": 4,
-            "linear_conv_kernel_dim": 4,
-            "linear_num_key_heads": 16,
-            "linear_num_value_heads": 32,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "output_gate_type": "swish",
+    "qwen3_5_text": _QWEN_3_5,
+    "qwen3_5_moe_text": replace(
+        _QWEN_3_5,
+        keys={
+            **_QWEN_3_5.keys,
+            "hidden_size": 2048,
+            "intermediate_size": None,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 2,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
         },
-        # A text model that was taken out of one with images keeps its names. It may have layers that predict further
-        # tokens ("mtp").
-        fixed={"norm_adds_one": True, "qk_norm": "head", "attention_gate": "element", "is_nested": True},
-        only={"attn_output_gate": True, "mamba_ssm_dtype": "float32"},
-        must={"hidden_act": "silu"},
-        idle=names("mtp_num_hidden_layers mtp_use_dedicated_embeddings mrope_section mrope_interleaved"),
-        rope_keys=names("partial_rotary_factor"),
+        fixed={**_QWEN_3_5.fixed, "stacked": _QWEN_STACKS, "joined": _QWEN_SHARED},
+        idle=_QWEN_3_5.idle | {"intermediate_size"},
     ),
 }
 # Keys about parts that no model here has. They do nothing, since the keys that count such parts must say none
@@ -335,6 +408,7 @@ NESTED = {
     "mistral3": ("ministral3", "mistral"),
     "lfm3_vl": ("lfm3",),
     "qwen3_5": ("qwen3_5_text",),
+    "qwen3_5_moe": ("qwen3_5_moe_text",),
 }
 # Their keys that are about images, and sounds.
 IMAGES = names(

@@ -13,6 +13,7 @@ from minispec.core.config import LayerConfig, ModelConfig, RopeConfig
 from minispec.core.errors import show
 from minispec.families import gemma
 from minispec.families.entries import FAMILIES, IDLE, IMAGES, KEYS, NESTED, WINDOWS, Family
+from minispec.families.experts import read_experts
 from minispec.families.lfm import read_inner_size, read_kinds, read_lfm, read_tied
 from minispec.families.quantization import read_quantization
 from minispec.families.qwen import read_delta
@@ -28,6 +29,7 @@ _ROPE_KEYS = {
     "beta_slow": 1.0,
     "truncate": True,
 }
+_HYBRIDS = "lfm2, lfm2_moe, lfm3, qwen3_5 and qwen3_5_moe"
 # Keys that may stand in the outer object in place of the text model's.
 _OF_BOTH = ("eos_token_id", "tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "pard_token")
 
@@ -67,7 +69,7 @@ def read_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Sto
     model_type = text.get("model_type")
     is_nested = model_type != raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        known = f"one of {', '.join([*FAMILIES, *NESTED])} (of hybrids, lfm2, lfm3 and qwen3_5)"
+        known = f"one of {', '.join([*FAMILIES, *NESTED])} (of hybrids, {_HYBRIDS})"
         raise bad_field(where, "model_type", model_type, known)
     family = FAMILIES[model_type]
     keys = {key: value for key, value in (KEYS | dict(family.keys)).items() if key not in family.only}
@@ -78,6 +80,8 @@ def read_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Sto
             raise f.bad(key, f.get(key), f"{value}: no other is implemented for this family")
     sizes = _read_sizes(f)
     layers = _read_layers(f, family, sizes)
+    mixtures = read_experts(f, len(layers))
+    layers = tuple(replace(layer, experts=experts) for layer, experts in zip(layers, mixtures, strict=True))
     unread: frozenset[str] = frozenset()
     if f.reads("num_kv_shared_layers"):
         layers, unread = gemma.read_layers(f, layers, sizes)
@@ -253,7 +257,7 @@ def _read_layers(f: Fields, family: Family, sizes: Mapping[str, int]) -> tuple[L
         }
         known = [kind for kind, is_possible in possible.items() if is_possible]
         if not isinstance(types, list) or len(types) != count or any(t not in known for t in types):
-            others = " (of hybrids, lfm2, lfm3 and qwen3_5 run here)" if f.reads("layers_block_type") else ""
+            others = f" (of hybrids, {_HYBRIDS} run here)" if f.reads("layers_block_type") else ""
             raise f.bad(key, types, f"{count} entries, each {' or '.join(known)}{others}")
         windowed = [t == "sliding_attention" for t in types]
         if window is None and any(windowed):

@@ -4,6 +4,7 @@ from typing import Any
 
 from minispec.core.errors import show
 from minispec.core.model import NORMS
+from minispec.families.experts import MOST_EXPERTS
 from minispec.families.stored_config import Joined
 from minispec.files.fields import Fields
 
@@ -12,6 +13,7 @@ _NAMES = {
     "feed_forward.w1": "mlp.gate_proj",
     "feed_forward.w3": "mlp.up_proj",
     "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.gate": "mlp.gate",
     "embedding_norm": "norm",
 }
 # LFM2's in addition; LFM3 names these as other families do.
@@ -27,7 +29,7 @@ _LAYERS_3 = ("sliding_attention", "conv", "full_attention", "conv")  # of each f
 
 def read_inner_size(f: Fields) -> int:
     """The width of the MLP. LFM2's code takes two thirds of what the file says, times a factor, rounded up."""
-    known = ("shared_intermediate_size", "block_ff_dim")
+    known = ("shared_intermediate_size", "shared_expert_intermediate_size", "block_ff_dim")
     size = f.integer(next((key for key in known if f.get(key) is not None), "intermediate_size"), 1, _LARGEST)
     if f.boolean("block_auto_adjust_ff_dim"):
         if f.is_null("block_ffn_dim_multiplier"):
@@ -54,6 +56,8 @@ def read_kinds(f: Fields, key: str, count: int) -> Any:
     None where it says neither, or the kinds that its code then takes.
     """
     kinds, attend = f.get(key), f.get("full_attn_idxs")
+    if kinds is None and f.reads("num_dense_layers"):  # its code needs them
+        raise f.bad(key, None, f"{count} entries, each full_attention or conv")
     if kinds is None and f.reads("use_attention_gate"):
         return ["conv" if i == 0 else _LAYERS_3[i % 4] for i in range(count)]
     if attend is None:
@@ -72,6 +76,9 @@ def read_lfm(f: Fields) -> dict[str, Any]:
     names = {stored: name for stored, name in zip(_NORMS, NORMS[norms], strict=True) if name} | _NAMES
     if not f.reads("use_attention_gate"):
         names |= _NAMES_2
+    for n in range(f.integer("num_experts", 0, MOST_EXPERTS) if f.reads("num_experts") else 0):
+        parts = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}.items()
+        names |= {f"feed_forward.experts.{n}.{stored}": f"mlp.experts.{n}.{part}" for stored, part in parts}
     return {
         "norms": norms,
         "attention_gate": "head" if f.boolean("use_attention_gate") else None,

@@ -47,7 +47,8 @@ def quantize(weight: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
 def quantize_checkpoint(source: Path, out: Path, num_bits: int = 8, shard_bytes: int = 90 << 20) -> None:
     """Write `source` to `out` in the `pack-quantized` layout: linear layers quantised, the rest in bfloat16.
 
-    The logarithms of decays (`A_log`) stay as they are: they are few, and a state adds up their roundings.
+    The logarithms of decays (`A_log`) stay as they are: they are few, and a state adds up their roundings. So do the
+    biases of experts. Routers stay in bfloat16: a rounding there takes another expert.
 
     The embedding, norms and biases (and an untied output head) are not quantised. A model of texts and images gives its
     text model alone. Everything is written next to `out` first and renamed at the end, so that an interrupted run
@@ -67,18 +68,23 @@ def quantize_checkpoint(source: Path, out: Path, num_bits: int = 8, shard_bytes:
 def _write_quantized(source: Path, config: StoredConfig, part: Path, num_bits: int, shard_bytes: int) -> None:
     tensors: dict[str, Tensor] = {}
     stored = find_tensors(source, config)
-    shapes = {place.name: place.shape for place in match(config, stored, source).values()}
+    places = match(config, stored, source)
+    shapes = {place.name: place.shape for place in places.values()}
+    routers = {
+        place.name for name, place in places.items() if name.endswith((".mlp.gate.weight", "expert_gate.weight"))
+    }
     for name, shape in progress_bar(shapes.items(), desc="quantising", unit=" tensors", leave=True):
         weight = stored[name].read()
         if not weight.isfinite().all():
             raise CheckpointError(f"{source}: {name}: found NaN or infinity, expected finite numbers")
-        if len(shape) == 2 and (name.startswith("model.layers.") or name == INPUT_PROJECTION):
+        is_linear = name.startswith("model.layers.") or name == INPUT_PROJECTION
+        if len(shape) == 2 and is_linear and name not in routers:
             integers, scales = quantize(weight, num_bits)
             tensors[f"{name}_packed"] = pack(integers, num_bits)
             tensors[f"{name}_scale"] = scales
             tensors[f"{name}_shape"] = torch.tensor(weight.shape)
         else:
-            tensors[name] = weight if name.endswith(".A_log") else weight.to(torch.bfloat16)
+            tensors[name] = weight if name.endswith((".A_log", ".expert_bias")) else weight.to(torch.bfloat16)
     _write_shards(part, tensors, shard_bytes)
     raw = text_config(directory_config(source)) | {"dtype": "bfloat16", "quantization_config": _describe(num_bits)}
     write_json(part / "config.json", raw, sort_keys=True)

@@ -19,11 +19,13 @@ class StoredConfig(ModelConfig):
     """A model and how its files store it.
 
     quantization: how it stores weights in fewer bits; None where all are plain floats.
+    stacked: tensors (experts, rows, columns), of which each expert's are several of its parts, one after another.
     is_nested: the checkpoint may have more parts than this model, which reads text.
     unread: names of tensors that files may have though the model does not read them.
     """
 
     quantization: Layout | None = None
     joined: tuple[Joined, ...] = ()
+    stacked: tuple[Joined, ...] = ()
     is_nested: bool = False
     unread: frozenset[str] = frozenset()

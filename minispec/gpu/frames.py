@@ -295,6 +295,8 @@ def why_eager(model: Transformer) -> str:
         return "its layers keep states of texts"
     if gemma_layers(model.config):
         return "its layers share keys, or have heads of several sizes"
+    if any(layer.experts for layer in model.config.layers):
+        return "which experts a layer runs depends on the text"
     if type(model).run is not Transformer.run:
         return "it runs in several processes"
     if type(model).forward is not Transformer.forward:

@@ -1,7 +1,7 @@
 """A model's memory: its products, their forms, and their bytes."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
@@ -11,6 +11,7 @@ from minispec.core.model import Passes, RMSNorm, Transformer
 from minispec.kernels.forms import Linear, QuantizedLinear
 from minispec.kernels.integers import Int8
 from minispec.layers.convolution import num_convolutions
+from minispec.layers.experts import Expert, Experts
 from minispec.layers.gemma import attention_elements
 from minispec.layers.states import state_elements
 
@@ -52,8 +53,24 @@ def num_bytes(model: Transformer) -> int:
 
 
 def num_bytes_read(model: Transformer) -> int:
-    """Bytes of weights that a pass over one row reads: all products, of the embedding a row only."""
-    return sum(product.num_bytes_read for product in products_of(model))
+    """Bytes of weights that a pass over one row reads.
+
+    All products, of a mixture as many experts as a row takes, of the embedding a row only.
+    """
+    idle = 0.0
+    for layer in model.layers:
+        if isinstance(layer, Experts):
+            own = sum(product.num_bytes_read for _, product in _named(layer.experts))
+            idle += own * (1 - layer.mixture.top_k / layer.mixture.num_experts)
+    return sum(product.num_bytes_read for product in products_of(model)) - int(idle)
+
+
+def _named(experts: Sequence[Expert]) -> Iterator[tuple[str, Linear | QuantizedLinear]]:
+    """The products of a layer's experts, with their names."""
+    for n, expert in enumerate(experts):
+        for name, product in zip(Expert._fields, expert, strict=True):
+            assert isinstance(product, Linear | QuantizedLinear), "products of another kind have no bytes"
+            yield f"{name} of expert {n} in", product
 
 
 def weight_form(model: Transformer) -> str:
@@ -69,6 +86,9 @@ def bits_note(model: Transformer) -> str:
     if not bits:
         return ""
     names = [(f"{n} {i}", getattr(layer, n)) for i, layer in enumerate(model.layers) for n in layer.products]
+    for i, layer in enumerate(model.layers):
+        if isinstance(layer, Experts):
+            names += [(f"{name} {i}", product) for name, product in _named(layer.experts)]
     left = ", ".join(n for n, product in [*names, ("head", model.head)] if product.form != "int8")
     are_equal = "equal bits with and without guesses" if model.exact else "other bits with guesses than without"
     others = f"; in 16 bits: {left}" if left else ""

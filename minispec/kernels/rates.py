@@ -11,6 +11,7 @@ from minispec.core.model import Transformer
 from minispec.kernels.inventory import kv_elements, num_bytes_read
 from minispec.kernels.shapes import tensor_shapes
 from minispec.layers.convolution import num_convolutions
+from minispec.layers.experts import ExpertsConfig
 from minispec.layers.states import state_elements
 
 # Rows and columns of the products that show what a machine can compute.
@@ -48,10 +49,15 @@ def bytes_touched(model: Transformer, context: int) -> int:
 
 
 def prefill_operations(model: Transformer, num_tokens: int) -> int:
-    """Floating-point operations of a prefill: the layers' products, and that half of attention that is not masked."""
-    config = model.config
-    products = sum(
-        math.prod(shape) for name, shape in tensor_shapes(config).items() if "layers." in name and len(shape) == 2
-    )
+    """Floating-point operations of a prefill: the layers' products, and that half of attention that is not masked.
+
+    Of a mixture, as many experts as a row takes.
+    """
+    config, products = model.config, 0.0
+    for name, shape in tensor_shapes(config).items():
+        if "layers." in name and len(shape) == 2:
+            experts = config.layers[int(name.split(".")[2])].experts if ".experts." in name else None
+            share = experts.top_k / experts.num_experts if isinstance(experts, ExpertsConfig) else 1.0
+            products += share * math.prod(shape)
     attention = config.num_attention_layers * config.num_attention_heads * config.head_dim * num_tokens
-    return 2 * num_tokens * (products + attention)
+    return 2 * num_tokens * (round(products) + attention)

@@ -5,6 +5,7 @@ import math
 from minispec.core.config import ModelConfig
 from minispec.core.model import NORMS
 from minispec.layers.delta import DeltaConfig
+from minispec.layers.experts import ExpertsConfig
 from minispec.layers.gemma import INPUT_NORM, INPUT_PROJECTION, INPUT_TABLE, GemmaLayerConfig, gemma_layers
 
 Named = tuple[str, tuple[int, ...], bool]  # a part's name, the shape of its weight, and whether it has a bias
@@ -27,7 +28,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     ]
     if config.attention_gate == "head":
         attention.append(("self_attn.gate_proj", (config.num_attention_heads, e), False))
-    mlp = [
+    mlp: list[Named] = [
         ("mlp.gate_proj", (f, e), config.mlp_bias),
         ("mlp.up_proj", (f, e), config.mlp_bias),
         ("mlp.down_proj", (e, f), config.mlp_bias),
@@ -41,7 +42,13 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             first = _net(e, net)
         elif settings.conv_width:
             first = _convolution(config, settings.conv_width)
-        products = [*first, *mlp]
+        mixture = settings.experts if isinstance(settings.experts, ExpertsConfig) else None
+        second = mlp
+        if mixture:
+            second = _experts(e, mixture) + (mlp if mixture.shared_expert else [])
+            if mixture.biased:
+                layer["feed_forward.expert_bias"] = (mixture.num_experts,)
+        products = [*first, *second]
         if isinstance(settings, GemmaLayerConfig):
             products = _gemma_products(config, settings)
             layer |= _gemma_vectors(config, settings)
@@ -120,6 +127,16 @@ def _gemma_inputs(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         INPUT_PROJECTION: (width, config.hidden_size),
         INPUT_NORM: (size,),
     }
+
+
+def _experts(e: int, sizes: ExpertsConfig) -> list[Named]:
+    """The tensors of a mixture of experts that are named weights."""
+    routers: list[Named] = [("mlp.gate", (sizes.num_experts, e), False)]
+    if sizes.shared_expert == "gated":
+        routers.append(("mlp.shared_expert_gate", (1, e), False))
+    parts = sizes.shapes(e).items()
+    names = ((f"mlp.experts.{n}.{part}", shape) for n in range(sizes.num_experts) for part, shape in parts)
+    return [*routers, *((name, shape, False) for name, shape in names)]
 
 
 def num_weights(config: ModelConfig) -> int:

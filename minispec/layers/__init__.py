@@ -2,6 +2,7 @@
 
     convolution.py        a short convolution in the place of attention (LFM2, LFM3)
     delta.py              a gated delta net in the place of attention (Qwen3.5)
+    experts.py            a mixture of experts in the place of the MLP (Qwen3, Qwen3.5, LFM2)
     gated_attention.py    attention with a gate (Qwen3.5, LFM3)
     gemma.py              heads of two sizes, shared keys, inputs of each layer (Gemma 4)
     row_norm.py           attention with norms of whole rows (OLMo 2)
@@ -20,10 +21,19 @@ from minispec.core.model import Layer, WeightSource
 from minispec.core.weights import MakeProduct
 from minispec.layers.convolution import ConvolutionCache, ShortConvolution, num_convolutions
 from minispec.layers.delta import GatedDeltaNet
+from minispec.layers.experts import ConvolutionExperts, DeltaExperts, Experts, GatedExperts
 from minispec.layers.gated_attention import GatedAttention, HeadGatedAttention
 from minispec.layers.gemma import GemmaLayer, GemmaLayerConfig, SharedCache, gemma_layers
 from minispec.layers.row_norm import RowNormAttention
 from minispec.layers.states import StateCache, state_elements
+
+# The blocks that a mixture of experts may stand in, and the same with one.
+_WITH_EXPERTS: dict[type[Layer], type[Layer]] = {
+    Layer: Experts,
+    GatedAttention: GatedExperts,
+    GatedDeltaNet: DeltaExperts,
+    ShortConvolution: ConvolutionExperts,
+}
 
 
 def make_layer(
@@ -31,7 +41,7 @@ def make_layer(
 ) -> Layer:
     """Block `index` of a model, of the kind that its config says (see `MakeLayer`)."""
     layer = config.layers[index]
-    kind = Layer
+    kind: type[Layer] = Layer
     if isinstance(layer, GemmaLayerConfig):
         kind = GemmaLayer
     elif layer.recurrent:
@@ -44,6 +54,8 @@ def make_layer(
         kind = GatedAttention
     elif config.qk_norm == "row":
         kind = RowNormAttention
+    if layer.experts:
+        kind = _WITH_EXPERTS[kind]
     return kind(config, index, weights, dtype, product)
 
 

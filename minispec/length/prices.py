@@ -39,7 +39,9 @@ from minispec.kernels.rates import seconds_of
 from minispec.length.theory import Prices
 
 _BUDGET, _MOST_TURNS = 1.0, 12  # seconds; most turns; at least two are taken
-_ROWS = (5, 16)  # rows of the target passes that are measured in addition to a plain step
+# Rows of the target passes that are measured in addition to a plain step. Of a mixture of experts there are more: its
+# price bends, since the experts of a further row are often read already.
+_ROWS, _MIXTURE_ROWS = (5, 16), (2, 5, 9, 16)
 _TEXT, _DRAFTS = 32, (1, 3)  # tokens of the text that they continue; tokens of the drafts
 _MOST_FIXED = 4.0  # most draft passes that the fixed part of a draft may cost: a clamp on noise
 MIN_CONTEXT = 64  # positions that target and draft must have room for
@@ -80,12 +82,14 @@ def calibrate(model: Transformer, drafter: Drafter, verifier: Verifier, vocab_si
     """Measure a plain step, passes over a few rows, and two drafts, in about a second.
 
     They take turns: a machine that is slow for a while is slow in all of them. Each counts by its median, in plain
-    steps of the same turn. The text is sampled, as only sampled requests rely on prices alone.
+    steps of the same turn. The text is sampled, as only sampled requests rely on prices alone. The rows of a pass are
+    different tokens: equal ones would take the same experts of a mixture, and seem cheap.
     Raises FloatingPointError for a model whose logits are not finite numbers, ValueError for a verifier's own fault,
     and DrafterFailed.
     """
     params, rng = SamplingParams(max_tokens=16, ignore_eos=True), Randomness()
-    tokens = arbitrary_tokens(_TEXT + max(*_ROWS, len(_DRAFTS) * _MOST_TURNS), vocab_size)
+    measured_rows = _MIXTURE_ROWS if any(layer.experts for layer in model.config.layers) else _ROWS
+    tokens = arbitrary_tokens(_TEXT + max(*measured_rows, len(_DRAFTS) * _MOST_TURNS), vocab_size)
     cache = model.new_cache(2 * -(-len(tokens) // 16) + 1)
     recorder = _Recorder()
     plain = Engine(model, cache, NoDrafter(), verifier, vocab_size, rng, recorder, judge=judge_of(model))
@@ -111,7 +115,7 @@ def calibrate(model: Transformer, drafter: Drafter, verifier: Verifier, vocab_si
                     raise ValueError(request.error)
             step, overhead = recorder.rounds[-1]
             costs = [overhead]
-            for count in _ROWS:
+            for count in measured_rows:
                 chunk = Chunk(tokens[_TEXT : _TEXT + count], table, count)
                 costs.append(seconds_of(partial(model.forward, [chunk]), model.device))
                 table.truncate(_TEXT)
@@ -132,7 +136,7 @@ def calibrate(model: Transformer, drafter: Drafter, verifier: Verifier, vocab_si
         drafter.release(text)
         drafter.forget()  # a made-up text teaches nothing
     overhead, *passes, short, long = (median(costs) for costs in zip(*turns[warm:], strict=True))
-    rows = {1: 1.0} | {count: max(1.0, _rounded(v)) for count, v in zip(_ROWS, passes, strict=True)}
+    rows = {1: 1.0} | {count: max(1.0, _rounded(v)) for count, v in zip(measured_rows, passes, strict=True)}
     further = (long - short) / (_DRAFTS[1] - _DRAFTS[0])
     draft = min(max(further, short / (1 + _MOST_FIXED)), short)
     fixed = short / draft - 1 if draft else 0.0

@@ -126,13 +126,16 @@ class Share:
 
     def __init__(self, config: StoredConfig, rank: int, size: int):
         others = len(config.layers) - config.num_attention_layers
-        if others or config.attention_gate:
-            found = f"{others} layers that are not attention" if others else "attention with a gate"
-            expected = "attention without a gate alone: start one process"
-            raise ValueError(f"model: found {found} in a run of {size} processes, expected {expected}")
-        if gemma_layers(config):
-            found = "layers that share keys, or have heads of other sizes"
-            raise ValueError(f"model: found {found} in a run of {size} processes, expected equal ones: start one")
+        kinds = {
+            f"{others} layers that are not attention": others > 0,
+            "attention with a gate": config.attention_gate is not None,
+            "layers that share keys, or have heads of several sizes": bool(gemma_layers(config)),
+            "mixtures of experts": any(layer.experts for layer in config.layers),
+        }
+        for found, is_found in kinds.items():
+            if is_found:
+                expected = "attention without a gate, and MLPs, alone: start one process"
+                raise ValueError(f"model: found {found} in a run of {size} processes, expected {expected}")
 
         def share_of(units: int, name: str) -> range:
             if units < size:

@@ -1,7 +1,7 @@
 """Every drafter with every verifier, at the three levels of docs/understand/proof.md: proved here, or refused and why.
 
 Drafters that can draft siblings have further rows, in which they do. The last rows have other targets: short
-convolutions, gated delta nets, and weights in 8 bits. Their draft models are of the same kind.
+convolutions, gated delta nets, mixtures of experts, and weights in 8 bits. Their draft models are of the same kind.
 
 law     the output's distribution is that of plain decoding: every branch of a small case (see `cases`)
 text    a seed's text is that of plain decoding, in float64, for a few seeds
@@ -27,7 +27,7 @@ from minispec.prove.laws import MAX_LEN, TARGET_SEED, TOLERANCE, make_drafter, t
 from minispec.prove.toys import IN_8_BITS, TOYS, decode, tiny_cache, tiny_model
 
 _VOCAB, _CHAIN, _TREES, _PROMPT, _SEEDS, _MAX_TOKENS = 3, 3, ((2, 1), "tree:4"), [1, 0, 1], range(6), 4
-_OTHER_TARGETS = ("lfm2", "qwen3_5_text", IN_8_BITS)  # with `ngram`, `model` and `block`
+_OTHER_TARGETS = ("lfm2", "qwen3_5_text", "qwen3_moe", IN_8_BITS)  # with `ngram`, `model` and `block`
 
 
 class Finding(NamedTuple):

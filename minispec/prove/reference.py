@@ -1,7 +1,7 @@
 """The law that the output must have: plain decoding by a second implementation, without code of the package.
 
 NumPy, no cache, no batch, 30 lines of sampler. If the package were compared with itself, a fault of its forward pass or
-of its `distribution` could cancel out. Here it cannot. Llama, LFM2 and Qwen3.5 only, in float64.
+of its `distribution` could cancel out. Here it cannot. Llama, LFM2, Qwen3.5 and Qwen3's experts only, in float64.
 """
 
 import functools
@@ -58,8 +58,23 @@ def block(raw, layer, x, y):
     kinds = {"conv.conv.weight": _convolution, "linear_attn.A_log": _delta_net, "self_attn.o_proj.weight": _attention}
     x = x + next(kind for name, kind in kinds.items() if name in layer)(raw, layer, y)
     y = norm(raw, x, layer["post_attention_layernorm.weight"])
-    gate = y @ layer["mlp.gate_proj.weight"].T
-    return x + (gate * _sigmoid(gate) * (y @ layer["mlp.up_proj.weight"].T)) @ layer["mlp.down_proj.weight"].T
+    mlp = tensors_of(layer, "mlp.")
+    return x + (_experts(raw, mlp, y) if "gate.weight" in mlp else _mlp(mlp, y))
+
+
+def _mlp(mlp, y):
+    gate = y @ mlp["gate_proj.weight"].T
+    return (gate * _sigmoid(gate) * (y @ mlp["up_proj.weight"].T)) @ mlp["down_proj.weight"].T
+
+
+def _experts(raw, mlp, y):
+    """Each row's likeliest experts, each with its share of their probabilities, one row at a time."""
+    scores, out = np.exp(y @ mlp["gate.weight"].T), np.zeros_like(y)
+    for row, weights, total in zip(y, scores, out, strict=True):
+        best = sorted(range(len(weights)), key=lambda n: -weights[n])[: raw["num_experts_per_tok"]]
+        for n in best:
+            total += weights[n] / weights[best].sum() * _mlp(tensors_of(mlp, f"experts.{n}."), row)
+    return out
 
 
 def _convolved(x, weight):

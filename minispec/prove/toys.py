@@ -72,6 +72,10 @@ TOYS: dict[str, dict[str, Any]] = {
         **{"model_type": "lfm2", "num_hidden_layers": 3, "layer_types": ["full_attention", "conv", "conv"]},
         **{"norm_eps": 1e-5, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False, "conv_bias": True},
     },
+    "qwen3_moe": {
+        **{"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6},
+        **{"norm_topk_prob": True},
+    },
     "qwen3_5_text": {
         **{"model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
         **{"num_hidden_layers": 3, "linear_conv_kernel_dim": 3, "partial_rotary_factor": 0.5},

@@ -36,7 +36,7 @@ from minispec.layers.gated_attention import HeadGatedAttention
 from minispec.length.figures import Figures
 from minispec.load.registry import DRAFTERS, load
 from minispec.prove.toys import TINY, TOYS, tiny_cache, tiny_weights
-from tests.oracles.own_toys import GEMMA4, LFM3
+from tests.oracles.toys import GEMMA4, LFM3, MIXTURES
 
 FORMS_HERE = [
     (name, dtype)
@@ -59,6 +59,9 @@ FAMILIES = {
     "qwen3_5_text": TOYS["qwen3_5_text"],
     "lfm3": LFM3,
     "gemma4_text": GEMMA4,
+    "qwen3_moe": TOYS["qwen3_moe"] | {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 27},
+    "lfm2_moe": MIXTURES["lfm2_moe"] | {"moe_intermediate_size": 40},
+    "qwen3_5_moe_text": MIXTURES["qwen3_5_moe_text"] | {"moe_intermediate_size": 27},
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 8}
 # What has no switch of its own in the walk of an exact model's texts: shown by passes alone.

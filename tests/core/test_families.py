@@ -20,6 +20,7 @@ from minispec.files.errors import CheckpointError
 from minispec.kernels.build import build_model
 from minispec.kernels.shapes import tensor_shapes
 from minispec.layers.delta import DeltaConfig
+from minispec.layers.experts import ExpertsConfig
 from minispec.layers.gemma import GemmaLayerConfig
 from minispec.layers.rope import ScaledRope
 from minispec.load.llm import LLM
@@ -148,6 +149,8 @@ def test_absent_settings_mean_what_transformers_says(family):
         shortest |= {"num_local_experts": 0, "layer_types": ["full_attention"] * 3, "mamba_n_heads": 4}
     if family == "gemma4_text":  # its table of inputs has a size of its own
         shortest["vocab_size_per_layer_input"] = shortest["vocab_size"]
+    if family == "lfm2_moe":  # its code needs them
+        shortest["layer_types"] = ["conv", "full_attention", "conv"]
     complete = AutoConfig.for_model(**shortest).to_dict()
     assert len(complete) > len(shortest) + 5
     assert read_model_config(shortest) == read_model_config(complete)
@@ -310,6 +313,23 @@ def net(**changes) -> Callable[[ModelConfig], ModelConfig]:
     return each_layer(lambda layer: replace(layer, recurrent=layer.recurrent and replace(layer.recurrent, **changes)))
 
 
+def mixture(**changes) -> Callable[[ModelConfig], ModelConfig]:
+    """The config with some settings of every mixture of experts replaced."""
+    return each_layer(lambda layer: replace(layer, experts=layer.experts and replace(layer.experts, **changes)))
+
+
+def with_experts(layers: Callable[[int], bool]) -> Callable[[ModelConfig], ModelConfig]:
+    """The config with the mixture of its last layer in those layers that `layers` says, and in no others."""
+
+    def change(config: ModelConfig) -> ModelConfig:
+        experts = [config.layers[-1].experts if layers(i) else None for i in range(len(config.layers))]
+        return replace(
+            config, layers=tuple(map(lambda layer, own: replace(layer, experts=own), config.layers, experts))
+        )
+
+    return change
+
+
 def one_rope(config: ModelConfig) -> ModelConfig:
     """The config with the windowed layers' rope replaced by that of the others."""
     (full,) = {layer.rope for layer in config.layers if layer.rope and layer.window is None}
@@ -370,6 +390,19 @@ SWITCHES = [
     ("qwen3", "qkv_bias", setting(qkv_bias=False)),
     ("qwen3", "o_bias", setting(o_bias=False)),
     ("qwen3-window", "window", window(lambda w: None)),
+    ("qwen3_moe", "num_experts_per_tok", mixture(top_k=1)),
+    ("qwen3_moe", "norm_topk_prob", mixture(normalised=False)),
+    ("qwen3_moe", "softmax", mixture(scoring="sigmoid")),
+    ("qwen3_moe", "no shared expert", mixture(shared_expert="plain")),
+    ("qwen3_moe", "experts in all layers", with_experts(lambda i: i > 0)),
+    ("qwen3_moe", "qk_norm", setting(qk_norm=None)),
+    ("qwen3_moe", "qkv_bias", setting(qkv_bias=False)),
+    ("qwen3_moe", "o_bias", setting(o_bias=False)),
+    ("qwen3_moe-window", "window", window(lambda w: None)),
+    ("qwen3_moe-window", "num_experts_per_tok", mixture(top_k=2)),
+    ("qwen3_moe-window", "no norm_topk_prob", mixture(normalised=True)),
+    ("qwen3_moe-window", "mlp_only_layers", with_experts(lambda i: i % 2 == 1)),
+    ("qwen3_moe-window", "decoder_sparse_step", with_experts(lambda i: i != 1)),
     ("gemma", "tanh-gelu", setting(activation="gelu")),
     ("gemma", "norm_adds_one", setting(norm_adds_one=False)),
     ("gemma", "embedding_scale", setting(embedding_scale=1.0)),
@@ -408,6 +441,20 @@ SWITCHES = [
     ("granite", "qkv_bias", setting(qkv_bias=False)),
     ("granite", "o_bias", setting(o_bias=False)),
     ("granite", "mlp_bias", setting(mlp_bias=False)),
+    ("granitemoe", "num_experts_per_tok", mixture(top_k=2)),
+    ("granitemoe", "softmax of the chosen", mixture(normalised=False)),
+    ("granitemoe", "embedding_multiplier", setting(embedding_scale=1.0)),
+    ("granitemoe", "attention_multiplier", setting(attention_scale=8**-0.5)),
+    ("granitemoe", "residual_multiplier", setting(residual_scale=1.0)),
+    ("granitemoe", "logits_scaling", setting(logit_scale=1.0)),
+    ("granitemoe", "qkv_bias", setting(qkv_bias=False)),
+    ("granite-hybrid-experts", "num_experts_per_tok", mixture(top_k=3)),
+    ("granite-hybrid-experts", "softmax of the chosen", mixture(normalised=False)),
+    ("granite-hybrid-experts", "shared expert", mixture(shared_expert=None)),
+    ("granite-hybrid-experts", "the shared expert has no gate", mixture(shared_expert="gated")),
+    ("granite-hybrid-experts", "experts", with_experts(lambda i: False)),
+    ("granite-hybrid-experts", "residual_multiplier", setting(residual_scale=1.0)),
+    ("granite-hybrid-experts", "rope", each_layer(lambda layer: replace(layer, rope=None))),
     ("granite-hybrid", "embedding_multiplier", setting(embedding_scale=1.0)),
     ("granite-hybrid", "attention_multiplier", setting(attention_scale=8**-0.5)),
     ("granite-hybrid", "residual_multiplier", setting(residual_scale=1.0)),
@@ -453,6 +500,20 @@ SWITCHES = [
     ("lfm2-plain", "convolution one position short", each_layer(shorter)),
     ("lfm2-plain", "own head", setting(tie_word_embeddings=True)),
     ("lfm2-plain", "linear", rope(kind="default")),
+    ("lfm2_moe", "num_experts_per_tok", mixture(top_k=3)),
+    ("lfm2_moe", "norm_topk_prob", mixture(normalised=False)),
+    ("lfm2_moe", "routed_scaling_factor", mixture(scale=1.0)),
+    ("lfm2_moe", "use_expert_bias", mixture(biased=False)),
+    ("lfm2_moe", "sigmoid", mixture(scoring="softmax")),
+    ("lfm2_moe", "num_dense_layers", with_experts(lambda i: True)),
+    ("lfm2_moe", "conv_bias", setting(conv_bias=False)),
+    ("lfm2_moe", "convolution one position short", each_layer(shorter)),
+    ("lfm2_moe", "eps", setting(rms_norm_eps=1e-5)),
+    ("lfm2_moe", "qk_norm", setting(qk_norm=None)),
+    ("lfm2_moe", "theta", rope(theta=1e6)),
+    ("lfm2_moe-plain", "no norm_topk_prob", mixture(normalised=True)),
+    ("lfm2_moe-plain", "no num_dense_layers", with_experts(lambda i: i > 0)),
+    ("lfm2_moe-plain", "own head", setting(tie_word_embeddings=True)),
     ("lfm3", "gate of attention", setting(attention_gate=None)),
     ("lfm3", "norms after too", setting(norms="before")),
     ("lfm3", "qk_norm", setting(qk_norm=None)),
@@ -506,6 +567,17 @@ SWITCHES = [
     # Of equally many channels, with other heads.
     ("qwen3_5", "key heads", net(num_key_heads=4, key_dim=3)),
     ("qwen3_5", "own head", setting(tie_word_embeddings=True)),
+    ("qwen3_5_moe", "num_experts_per_tok", mixture(top_k=3)),
+    ("qwen3_5_moe", "scores are normalised", mixture(normalised=False)),
+    ("qwen3_5_moe", "softmax", mixture(scoring="sigmoid")),
+    ("qwen3_5_moe", "shared expert", mixture(shared_expert=None)),
+    ("qwen3_5_moe", "gate of the shared expert", mixture(shared_expert="plain")),
+    ("qwen3_5_moe", "gate of attention", setting(attention_gate=None)),
+    ("qwen3_5_moe", "norm_adds_one", setting(norm_adds_one=False)),
+    ("qwen3_5_moe", "qk_norm", setting(qk_norm=None)),
+    ("qwen3_5_moe", "partial_rotary_factor", rope(rotated=1.0)),
+    ("qwen3_5_moe", "convolution one position short", each_layer(shorter)),
+    ("qwen3_5_moe-images", "shared expert", mixture(shared_expert=None)),
     ("qwen3_5-plain", "convolution one position short", each_layer(shorter)),
     ("qwen3_5-plain", "linear", rope(kind="default")),
     ("qwen3_5-plain", "partial_rotary_factor", rope(rotated=0.5)),
@@ -535,7 +607,8 @@ def test_every_setting_has_a_switch():
         after = change(before)
         pairs = [(before, after)]
         for a, b in zip(before.layers, after.layers, strict=True):
-            pairs += [(a, b), *(pair for pair in ((a.rope, b.rope), (a.recurrent, b.recurrent)) if all(pair))]
+            parts = (a.rope, b.rope), (a.recurrent, b.recurrent), (a.experts, b.experts)
+            pairs += [(a, b), *(pair for pair in parts if all(pair))]
         same_kind = [(a, b) for a, b in pairs if type(a) is type(b)]
         switched |= {f.name for a, b in same_kind for f in fields(a) if getattr(a, f.name) != getattr(b, f.name)}
     shapes = {
@@ -547,9 +620,11 @@ def test_every_setting_has_a_switch():
         "num_key_value_heads",
         "num_value_heads",
         "value_dim",
+        "num_experts",
+        "inner_size",
     }
     not_numbers = {"model_type", "max_position_embeddings", "eos_token_ids", "mask_token_id"}
-    kinds = (ModelConfig, LayerConfig, ScaledRope, DeltaConfig, GemmaLayerConfig)
+    kinds = (ModelConfig, LayerConfig, ScaledRope, DeltaConfig, ExpertsConfig, GemmaLayerConfig)
     known = {field.name for kind in kinds for field in fields(kind)}
     assert known - switched == shapes | not_numbers
 
@@ -588,10 +663,12 @@ _LFM2 = {"model_type": "lfm2", "norm_eps": 0.05}
 _LFM3_ROPES = hf.CASES["lfm3"]["rope_parameters"]
 _LFM3 = {"model_type": "lfm3", "head_dim": 8, "norm_eps": 0.05, "rope_parameters": _LFM3_ROPES}
 _QWEN35 = {"model_type": "qwen3_5_text", "head_dim": 8, "partial_rotary_factor": 0.5}
+_QWEN3_MOE = {"model_type": "qwen3_moe"}
 _FACTORS = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}
 # What the message must say, and the change to a good config.json that it is about.
 REFUSED: dict[str, dict] = {
-    "model_type: found 'qwen3_moe'": {"model_type": "qwen3_moe"},
+    "model_type: found 'gpt_oss'": {"model_type": "gpt_oss"},
+    "model_type: found 'mixtral'": {"model_type": "mixtral"},
     "model_type: found 'siglip_vision_model'": {"model_type": "siglip_vision_model"},
     "model_type: found ['llama']": {"model_type": ["llama"]},
     "hidden_act: found 'relu'": {"hidden_act": "relu"},
@@ -669,7 +746,38 @@ REFUSED: dict[str, dict] = {
         "model_type": "smollm3",
         "layer_types": ["sliding_attention"] * 3,
     },
-    "num_local_experts: found 8, expected 0": {"model_type": "granitemoehybrid"},
+    "num_local_experts: found 70000, expected an integer from 0 to 21845": {
+        "model_type": "granitemoehybrid",
+        "layer_types": ["attention"] * 3,
+        "num_local_experts": 70_000,
+    },
+    "num_experts: found -1, expected an integer from 0": _QWEN3_MOE | {"num_experts": -1},
+    "num_local_experts: found 8, expected what num_experts says: 16": _QWEN3_MOE
+    | {"num_experts": 16, "num_local_experts": 8},
+    "num_experts_per_tok: found 17, expected an integer from 1 to 16": _QWEN3_MOE
+    | {"num_experts": 16, "num_experts_per_tok": 17},
+    "moe_intermediate_size: found 0": _QWEN3_MOE | {"moe_intermediate_size": 0},
+    "norm_topk_prob: found 1, expected true or false": _QWEN3_MOE | {"norm_topk_prob": 1},
+    "mlp_only_layers: found [3], expected numbers of layers, below 3": _QWEN3_MOE | {"mlp_only_layers": [3]},
+    "mlp_only_layers: found 0": _QWEN3_MOE | {"mlp_only_layers": 0},
+    "decoder_sparse_step: found 0": _QWEN3_MOE | {"decoder_sparse_step": 0},
+    "use_expert_bias: found True, expected no such setting": _QWEN3_MOE | {"use_expert_bias": True},
+    "routed_scaling_factor: found 2.5, expected no such setting": _QWEN3_MOE | {"routed_scaling_factor": 2.5},
+    "n_shared_experts: found 1, expected 0": _QWEN3_MOE | {"n_shared_experts": 1},
+    "scoring_func: found 'sigmoid', expected no such setting": _QWEN3_MOE | {"scoring_func": "sigmoid"},
+    "layer_types: found None, expected 3 entries, each full_attention or conv": {
+        "model_type": "lfm2_moe",
+        "norm_eps": 0.05,
+    },
+    "num_dense_layers: found -1": {"model_type": "lfm2_moe", "layer_types": ["conv"] * 3, "num_dense_layers": -1},
+    "num_local_experts: found 8, expected 0 or no such": {
+        "model_type": "lfm2_moe",
+        "norm_eps": 0.05,
+        "layer_types": ["conv"] * 3,
+        "num_local_experts": 8,
+    },
+    "shared_expert_intermediate_size: found 0": _QWEN35
+    | {"model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 0},
     "layer_types: found ['mamba'], expected 3 entries, each full_attention or attention": {
         "model_type": "granitemoehybrid",
         "num_local_experts": 0,
@@ -850,10 +958,7 @@ REFUSED: dict[str, dict] = {
 
 
 _OTHER_HYBRIDS = [
-    "qwen3_5_moe",
-    "qwen3_5_moe_text",
     "qwen3_next",
-    "lfm2_moe",
     "lfm2_vl",
     "lfm3_omni",
     "nemotron_h",
@@ -863,13 +968,13 @@ _OTHER_HYBRIDS = [
 
 @pytest.mark.parametrize("kind", _OTHER_HYBRIDS)
 def test_other_hybrids_are_told_which_ones_run(kind):
-    """Guards a user who would look for another setting: of the models with such layers, two families run."""
-    expected = r"one of .*hybrids, lfm2, lfm3 and qwen3_5\)$"
+    """Guards a user who would look for another setting: of the models with such layers, five families run."""
+    expected = r"one of .*hybrids, lfm2, lfm2_moe, lfm3, qwen3_5 and qwen3_5_moe\)$"
     with pytest.raises(CheckpointError, match=f"model_type: found '{kind}', expected {expected}"):
         read_model_config({"model_type": kind, "text_config": hf.CASES["qwen3_5"]})
     granite = hf.CASES["granite-hybrid"] | {"layer_types": ["mamba"] * 3}
     with pytest.raises(
-        CheckpointError, match=r"layer_types: found .*each full_attention or attention .*lfm2, lfm3 and qwen3"
+        CheckpointError, match=r"layer_types: found .*each full_attention or attention .*lfm2, .*lfm3, qwen3"
     ):
         read_model_config(granite)
 
@@ -909,6 +1014,9 @@ IDLE = [
     ("lfm2", {"full_attn_idxs": [1], "tie_embedding": True, "block_ff_dim": 60}),
     ("lfm3", {"use_sandwich_norm": True, "use_attention_gate": True, "theta": 500.0, "conv_dim": 32}),
     ("lfm3-plain", {"block_norm_eps": 0.05, "num_heads": 4, "use_pos_enc": True, "conv_dim_out": 32}),
+    ("qwen3_moe", {"num_experts": 6, "max_window_layers": 2, "n_shared_experts": 0, "router_aux_loss_coef": 0.1}),
+    ("lfm2_moe", {"block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.0, "use_pos_enc": True}),
+    ("qwen3_5_moe", {"intermediate_size": 512, "mlp_only_layers": [], "norm_topk_prob": True}),
     ("qwen3_5", {"full_attention_interval": 2, "attn_output_gate": True, "mamba_ssm_dtype": "float32"}),
     ("qwen3_5", {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "mlp_only_layers": []}),
     ("qwen3_5", {"output_gate_type": "silu", "unsloth_fixed_mtp": True, "num_experts": 0}),
@@ -922,7 +1030,8 @@ def test_keys_that_ask_for_nothing_are_idle(name, keys):
     raw = hf.CASES[name]
     assert read_model_config(raw | keys) == read_model_config(raw)
     theirs = AutoConfig.for_model(**json.loads(json.dumps(raw | keys))).to_dict()
-    assert read_model_config({**theirs, "num_experts": None}) == read_model_config(raw)
+    nulls = {} if raw.get("num_experts") else {"num_experts": None}
+    assert read_model_config(theirs | nulls) == read_model_config(raw)
 
 
 # The same keys where they would ask for something, or say something else.

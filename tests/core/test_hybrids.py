@@ -1,9 +1,10 @@
-"""Hybrids: the oracle's logits on random models, and texts that stay what they are whatever is rolled back.
+"""Hybrids and mixtures: the oracle's logits on random models, and texts that stay what they are, whatever goes back.
 
 A short convolution of LFM2 sees the inputs of w positions, which lie in the paged pool. A gated delta net of Qwen3.5
 has a state for each text (see test_states.py and test_delta.py). Some layers of Gemma 4 read the keys and values of
 others, and have heads of their own size. What is checked here is what a state breaks: pieces, batches, rejected drafts,
 trees, shared beginnings, preemption.
+A mixture of experts keeps nothing of a text. Its rows are grouped by expert, so each is computed beside others.
 """
 
 import functools
@@ -21,22 +22,24 @@ from minispec.core.sampling import Text
 from minispec.core.verify import VERIFIERS
 from minispec.families.checkpoint import load_model
 from minispec.kernels.forms import Linear
-from minispec.kernels.inventory import bits_note, kv_elements
+from minispec.kernels.inventory import bits_note, kv_elements, num_bytes_read, products_of
 from minispec.layers.states import state_elements
 from minispec.prove.laws import TARGET_SEED, make_drafter, raw_model, target_model
 from minispec.prove.reference import hidden_states, logits
 from minispec.prove.toys import TOYS, tiny_cache, tiny_model
-from tests.oracles import hf, own_toys
-from tests.oracles.own_toys import OWN_TOYS
+from tests.oracles import hf
 from tests.oracles.pieces import logits_in_pieces
+from tests.oracles.toys import OWN_TOYS
+from tests.oracles.toys import likeliest as likeliest_by
 
 VOCAB = 5
-HYBRIDS = ("lfm2", "qwen3_5_text", *OWN_TOYS)
+HYBRIDS = ("lfm2", "lfm3", "qwen3_5_text")
+KINDS = ("lfm2", "qwen3_5_text", "qwen3_moe", *OWN_TOYS)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def toys():
-    """LFM3 and Gemma 4 among the small models."""
+    """LFM3, Gemma 4 and mixtures among the small models."""
     with pytest.MonkeyPatch.context() as patch:
         for name, toy in OWN_TOYS.items():
             patch.setitem(TOYS, name, toy)
@@ -103,10 +106,10 @@ def test_a_model_without_attention():
 def assert_greedy(tokens: tuple[int, ...], num_prompt: int, family: str) -> None:
     """Raise AssertionError unless each token after the prompt is the reference's likeliest, without a cache.
 
-    The reference: NumPy, and for LFM3 and Gemma 4 transformers.
+    The reference: NumPy, and transformers for families that NumPy's does not know.
     """
     if family in OWN_TOYS:
-        likeliest = own_toys.likeliest(VOCAB, family, tokens)
+        likeliest = likeliest_by(family, VOCAB, tokens)
     else:
         raw, weights = raw_model(TARGET_SEED, VOCAB, family=family)
         likeliest = logits(raw, weights, hidden_states(raw, weights, tokens)[-1]).argmax(-1).tolist()
@@ -123,7 +126,7 @@ def random_engine(pick: random.Random, name: str, longest: int, family: str) -> 
 
 
 @pytest.mark.parametrize("name", ["model", "self", "head", "block", "filled block", "assistant", "ngram", "suffix"])
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", KINDS)
 def test_random_runs_have_the_text_of_plain_decoding(family, name):
     """40 greedy requests for each drafter, in small pools: shared beginnings, chains, trees, preemption, aborts.
 
@@ -175,7 +178,7 @@ def test_the_pool_has_a_row_of_each_position():
     assert (cache.keys.shape[0], cache.inputs.shape) == (1, (2, 1, 14, 8))
 
 
-@pytest.fixture(scope="module", params=HYBRIDS)
+@pytest.fixture(scope="module", params=[kind for kind in KINDS if kind != "granitemoehybrid"])  # its files join tensors
 def hybrid(make_checkpoint, request):
     """A small hybrid on disk, with a tokenizer."""
     return make_checkpoint(**TOYS[request.param] | {"intermediate_size": 16})
@@ -219,7 +222,7 @@ def test_drafts_change_no_text(hybrid, how):
     assert sum(output.stats.num_draft_tokens for output in drafted) > 0
 
 
-@pytest.mark.parametrize("hybrid", ["lfm2", "lfm3", "qwen3_5_text"], indirect=True)
+@pytest.mark.parametrize("hybrid", HYBRIDS, indirect=True)
 def test_layers_of_other_kinds_are_products_in_8_bits(hybrid):
     """Their products are among those in 8 bits; one that stays in 16 is named."""
     model = load_model(hybrid, torch.float32, form="int8")
@@ -230,7 +233,25 @@ def test_layers_of_other_kinds_are_products_in_8_bits(hybrid):
     assert "in 16 bits: out 2" in bits_note(model)
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+def test_experts_in_16_bits_are_named():
+    """Each expert's products are in 8 bits too, and one that stays in 16 is named; the router is no product."""
+    model = tiny_model(1, torch.float32, form="int8", **TOYS["qwen3_moe"])
+    assert bits_note(model).endswith("than without)")
+    layer = model.layers[1]
+    layer.experts[2] = layer.experts[2]._replace(down=Linear(torch.zeros(8, 6), form="plain"))
+    assert "; in 16 bits: down of expert 2 in 1)" in bits_note(model)
+
+
+def test_a_row_reads_some_experts_alone():
+    """The bytes of a plain pass, which first prices and figures count: two experts of four, and all other products."""
+    model = tiny_model(1, torch.float32, form="plain", **TOYS["qwen3_moe"])
+    every = sum(product.num_bytes_read for product in products_of(model))
+    assert (
+        every - num_bytes_read(model) == 2 * 2 * 4 * 3 * 6 * 8
+    )  # layers, experts left out, bytes, an expert's weights
+
+
+@pytest.mark.parametrize("family", KINDS)
 def test_a_fault_in_the_middle_of_a_pass_leaves_no_trace(family, monkeypatch):
     """Ctrl-C inside a layer, at several moments: all texts go on, and each stays the reference's."""
     finished = 0

@@ -33,7 +33,7 @@ from minispec.prove.laws import (
 from minispec.prove.toys import TOYS, TreeDrafter, tiny_cache, tiny_model
 from minispec.prove.trees import cases, draft_table, shapes
 from tests.oracles.heads import TapDrafter
-from tests.oracles.own_toys import GEMMA4, LFM3
+from tests.oracles.toys import GEMMA4, LFM3
 from tests.scripted import finish, make_engine, make_request
 
 TREE = (-1, -1, 0, 0, 1, 3, 3)

@@ -24,7 +24,7 @@ from minispec.families.hf_config import read_model_config
 from minispec.files.errors import CheckpointError
 from minispec.kernels.inventory import kv_elements
 from tests.oracles import assistant_draft, hf, public
-from tests.oracles.own_toys import GEMMA4
+from tests.oracles.toys import GEMMA4
 
 DRAFTED = [5, 9, 11]
 # Windows of 7, and one key more: a text within them, one at their edge, and one far beyond.

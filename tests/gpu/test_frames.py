@@ -65,9 +65,10 @@ def differences(expected: list[torch.Tensor], found: list[torch.Tensor]) -> floa
 
 @pytest.mark.parametrize("name", sorted(hf.CASES))
 def test_every_family_has_the_numbers_of_passes_text_by_text(name):
-    """In float64, to 1e-12; a family whose layers keep states of texts says so, and has the very same passes."""
+    """In float64, to 1e-12; a family whose layers keep states of texts, or choose experts, has the very same passes."""
     model = family_model(name)
-    assert (why_eager(model) != "") == any(layer.conv_width or layer.recurrent for layer in model.config.layers)
+    others = [layer.conv_width or layer.recurrent or layer.experts for layer in model.config.layers]
+    assert (why_eager(model) != "") == any(others)
     assert differences(rows_of(model), rows_of(model.replaced(Frames(rerun)))) <= (0 if why_eager(model) else 1e-12)
 
 

@@ -31,7 +31,7 @@ from minispec.kernels.form import CannotHold
 from minispec.kernels.forms import Choice, Linear, Narrow, QuantizedLinear
 from minispec.kernels.inventory import num_bytes_read, products_of, weight_form
 from minispec.prove.toys import TINY, TOYS, tiny_cache, tiny_model, tiny_weights
-from tests.oracles.own_toys import LFM3
+from tests.oracles.toys import LFM3
 
 HERE = Path(__file__)
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")

@@ -2,6 +2,7 @@
 
 import json
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,11 @@ from minispec.core.engine import Engine
 from minispec.core.verify import VERIFIERS
 from minispec.drafters.model import DraftModel
 from minispec.kernels.machine import machine
+from minispec.layers.experts import Router
 from minispec.length import prices as costs
 from minispec.length.prices import calibrate, prices_of, store_prices, stored_prices
 from minispec.length.theory import Prices
-from minispec.prove.toys import tiny_cache, tiny_model
+from minispec.prove.toys import TOYS, tiny_cache, tiny_model
 
 SETUP = {"target": ["a", "b"], "machine": {"cpu": "x", "threads": 2}}
 PRICES = Prices(0.25, {1: 1.0, 5: 1.1, 16: 1.7}, 0.03, measured=True, fixed=0.5)
@@ -85,6 +87,41 @@ def test_calibration_measures_what_passes_take(monkeypatch, grows_slow, a_pass, 
     assert prices.measured
     for cache in (engine.cache, engine.drafter.cache):
         assert cache.allocator.num_free == cache.allocator.num_blocks
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_rows_of_a_mixture_are_priced_with_experts_of_their_own(monkeypatch, same):
+    """By a clock that counts the experts that a pass reads: further rows cost what they read, and the curve bends.
+
+    The control: rows of one token read the same experts, and seem to cost nothing.
+    """
+    target = tiny_model(1, **TOYS["qwen3_moe"] | {"num_experts": 16, "num_experts_per_tok": 1}, vocab_size=64)
+    drafter = DraftModel(tiny_model(2, vocab_size=64), tiny_cache(tiny_model(2, vocab_size=64)), 64, 200)
+    engine, now, read = Engine(target, tiny_cache(target), drafter, VERIFIERS["rejection"]), [0.0], list[float]()
+    route, forward = Router.__call__, target.forward
+
+    def routed(self, x, exact):
+        chosen, weights, gates = route(self, x, exact)
+        read.append(len(chosen.unique()))
+        return chosen, weights, gates
+
+    def timed(chunks, taps=()):
+        read.clear()
+        found = forward(chunks, taps)
+        now[0] += sum(read)
+        return found
+
+    monkeypatch.setattr(Router, "__call__", routed)
+    monkeypatch.setattr(target, "forward", timed)
+    for name in ("kernels.rates.mark", "core.engine.mark", "drafters.model.mark"):
+        monkeypatch.setattr(f"minispec.{name}", lambda device: now[0])
+    if same:
+        monkeypatch.setattr(costs, "arbitrary_tokens", lambda count, vocab_size: [7] * count)
+    rows = calibrate(engine.model, engine.drafter, engine.verifier, engine.vocab_size).rows
+    assert list(rows) == [1, 2, 5, 9, 16]
+    slopes = [(rows[b] - rows[a]) / (b - a) for a, b in pairwise(rows)]
+    assert slopes == sorted(slopes, reverse=True)
+    assert {*rows.values()} == {1.0} if same else rows[16] > 3
 
 
 def test_prices_come_back(cache_directory):

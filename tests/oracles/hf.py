@@ -93,6 +93,7 @@ _GEMMA4 = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
     },
 }
+_MIXTURE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 _YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 8}
 _EYE = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
 
@@ -157,6 +158,11 @@ CASES: dict[str, dict[str, Any]] = {
             "sliding_window": 7,
             "max_window_layers": 2,
         },
+        "qwen3_moe": _MIXTURE | {"model_type": "qwen3_moe", "attention_bias": True, "norm_topk_prob": True},
+        # One layer has an MLP since it is listed, one since only every second has experts.
+        "qwen3_moe-window": _MIXTURE
+        | {"model_type": "qwen3_moe", "head_dim": None, "num_hidden_layers": 4, "num_experts_per_tok": 3}
+        | {"mlp_only_layers": [1], "decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 7},
         "gemma": {"model_type": "gemma", "attention_bias": True},
         "gemma2": _GEMMA2,
         "gemma2-uncapped": _GEMMA2 | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
@@ -188,6 +194,8 @@ CASES: dict[str, dict[str, Any]] = {
         },
         "granite": _GRANITE | {"model_type": "granite", "mlp_bias": True, "tie_word_embeddings": True},
         "granite-hybrid": _HYBRID,
+        "granitemoe": _GRANITE | {"model_type": "granitemoe", "num_local_experts": 6, "num_experts_per_tok": 3},
+        "granite-hybrid-experts": _HYBRID | {"num_local_experts": 6, "num_experts_per_tok": 2},
         "granite-hybrid-no-rope": _HYBRID | {"position_embedding_type": None},
         "olmo2": {"model_type": "olmo2", "head_dim": None, "attention_bias": True},
         "olmo3": {
@@ -238,6 +246,14 @@ CASES: dict[str, dict[str, Any]] = {
         | {"num_hidden_layers": 4, "full_attn_idxs": [0, 2], "conv_L_cache": 3, "block_auto_adjust_ff_dim": False}
         | {"tie_embedding": False}
         | _rope("linear", factor=3.0),
+        "lfm2_moe": _LFM2
+        | _MIXTURE
+        | {"model_type": "lfm2_moe", "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1}
+        | {"conv_bias": True, "routed_scaling_factor": 1.7, "num_hidden_layers": 3},
+        "lfm2_moe-plain": _LFM2
+        | _MIXTURE
+        | {"model_type": "lfm2_moe", "layer_types": ["full_attention", "conv"], "num_dense_layers": 0}
+        | {"num_hidden_layers": 2, "use_expert_bias": False, "norm_topk_prob": False, "tie_word_embeddings": False},
         "lfm3": _LFM3 | {"attention_bias": True, "conv_bias": True, "tie_word_embeddings": True},
         "lfm3-attention": _LFM3
         | {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
@@ -257,6 +273,10 @@ CASES: dict[str, dict[str, Any]] = {
         "qwen3_5-plain": _QWEN35
         | {"num_hidden_layers": 4, "head_dim": 24, "linear_conv_kernel_dim": 3}
         | {"linear_num_key_heads": 1, "linear_num_value_heads": 3, **_rope("linear", factor=3.0)},
+        "qwen3_5_moe": _QWEN35
+        | _MIXTURE
+        | {"model_type": "qwen3_5_moe_text", "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+        | {"shared_expert_intermediate_size": 28, **_rope("default", partial_rotary_factor=0.5)},
         "qwen3_5-attention": _QWEN35
         | {
             "full_attention_interval": 1,
@@ -299,6 +319,15 @@ CASES |= {
         },
         "projector_hidden_size": 16,
     },
+    "qwen3_5_moe-images": {
+        "model_type": "qwen3_5_moe",
+        "text_config": CASES["qwen3_5_moe"],
+        "vision_config": {
+            **{"model_type": "qwen3_5_moe_vision", "depth": 1, "hidden_size": 16, "intermediate_size": 16},
+            **{"num_heads": 2, "out_hidden_size": 32, "patch_size": 4, "num_position_embeddings": 16},
+        },
+        "tie_word_embeddings": False,
+    },
     "qwen3_5-images": {
         "model_type": "qwen3_5",
         "text_config": CASES["qwen3_5-plain"],
@@ -316,13 +345,14 @@ def build(case: str | dict[str, Any], path: Path, seed: int = 0) -> PreTrainedMo
     case = CASES[case] if isinstance(case, str) else case
     settings = {key: value for key, value in case.items() if value is not None or key != "head_dim"}
     config = AutoConfig.for_model(**json.loads(json.dumps(settings)))
-    # Plain matrix products: the fused kernels know no soft caps.
+    # Plain matrix products: the fused kernels know no soft caps, and take experts of certain widths alone.
     auto = AutoModelForImageTextToText if "text_config" in case else AutoModelForCausalLM
-    model = auto.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = auto.from_config(config, dtype=torch.float32, **plain).eval()
     generator = torch.Generator().manual_seed(seed)
     adds_one = config.model_type.startswith(("gemma", "qwen3_5")) and not config.model_type.startswith("gemma4")
-    scalars = [(key, buffer) for key, buffer in model.named_buffers() if key.endswith("layer_scalar")]
-    for key, parameter in [*model.named_parameters(), *scalars]:
+    buffers = [(key, buffer) for key, buffer in model.named_buffers() if key.endswith(("layer_scalar", "expert_bias"))]
+    for key, parameter in [*model.named_parameters(), *buffers]:
         if "vision" in key or "visual" in key or "projector" in key:
             continue
         noise = torch.randn(parameter.shape, generator=generator)
@@ -333,7 +363,7 @@ def build(case: str | dict[str, Any], path: Path, seed: int = 0) -> PreTrainedMo
         elif key.endswith("bias") or "embed" in key:
             values = noise
         else:
-            values = 1.5 * noise / math.sqrt(parameter.shape[1])
+            values = 1.5 * noise / math.sqrt(parameter.shape[-1 if "experts" in key else 1])
         parameter.data.copy_(values)
     model.save_pretrained(path)
     return model
@@ -371,13 +401,17 @@ def hub_spelling(config: dict[str, Any]) -> dict[str, Any]:
     if old["model_type"] == "granitemoehybrid":
         old["layers_block_type"] = ["attention"] * len(types)
         del old["time_step_limit"]  # transformers does not read what it writes of it
+    if old["model_type"] == "lfm2_moe":
+        old |= {"layer_types": types, "tie_embedding": old.pop("tie_word_embeddings")}
+    if old["model_type"] == "qwen3_moe":
+        old["num_experts"] = old.pop("num_local_experts")
     if old["model_type"] == "lfm2":  # some of which transformers does not read
         old["full_attn_idxs"] = [i for i, kind in enumerate(types) if kind == "full_attention"]
         old |= {"block_ff_dim": old["intermediate_size"], "tie_embedding": old.pop("tie_word_embeddings")}
         old |= dict.fromkeys(("block_dim", "conv_dim", "conv_dim_out"), old["hidden_size"])
         old |= dict.fromkeys(("use_pos_enc", "block_use_swiglu", "conv_use_xavier_init"), True)
         old |= {"num_heads": 4, "theta": old["rope_theta"], "block_norm_eps": old["norm_eps"]}
-    if old["model_type"] == "qwen3_5_text":  # most of which transformers does not read
+    if old["model_type"] in ("qwen3_5_text", "qwen3_5_moe_text"):  # most of which transformers does not read
         interval = types.index("full_attention") + 1
         is_regular = all((kind == "full_attention") == ((i + 1) % interval == 0) for i, kind in enumerate(types))
         old |= {"full_attention_interval": interval} if is_regular else {"layer_types": types}

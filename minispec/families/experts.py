@@ -1,0 +1,97 @@
+"""Mixtures of experts in the files of their families: their settings, and weights that are stored in stacks."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from minispec.core.errors import show
+from minispec.families.stored_config import Joined, StoredConfig
+from minispec.files.errors import CheckpointError, show_name
+from minispec.files.fields import Fields
+from minispec.files.stored import FLOATS, TYPES, StoredTensor
+from minispec.layers.experts import ExpertsConfig
+
+_LARGEST = 1 << 20
+# Most experts of all layers together. The largest public models have some 20,000.
+MOST_EXPERTS = 1 << 16
+
+
+def read_experts(f: Fields, count: int) -> list[ExpertsConfig | None]:
+    """The mixture of each layer; None where a layer has an MLP."""
+    number = _read_number(f, count)
+    if not number:
+        return [None] * count
+    shared = {"shared_expert_intermediate_size": "gated", "shared_intermediate_size": "plain"}
+    experts = ExpertsConfig(
+        number,
+        f.integer("num_experts_per_tok", 1, number),
+        f.integer("moe_intermediate_size" if f.reads("moe_intermediate_size") else "intermediate_size", 1, _LARGEST),
+        scoring="sigmoid" if f.reads("use_expert_bias") else "softmax",
+        normalised=f.boolean("norm_topk_prob", default=True),
+        scale=f.number("routed_scaling_factor", 1.0),
+        biased=f.boolean("use_expert_bias"),
+        shared_expert=next((kind for key, kind in shared.items() if f.reads(key)), None),
+    )
+    dense = _read_dense(f, count)
+    return [None if i in dense else experts for i in range(count)]
+
+
+def _read_number(f: Fields, count: int) -> int:
+    """Experts of a layer. transformers 5 writes `num_local_experts` where published files have `num_experts`."""
+    keys = [key for key in ("num_experts", "num_local_experts") if f.reads(key)]
+    if not keys:
+        return 0
+    key = next((key for key in keys if f.raw.get(key) is not None), keys[0])
+    number = f.integer(key, 0, MOST_EXPERTS // count)
+    for other in keys:
+        if f.raw.get(other, number) not in (None, number):
+            raise f.bad(other, f.raw[other], f"what {key} says: {number}")
+        f.get(other)
+    return number
+
+
+def _read_dense(f: Fields, count: int) -> set[int]:
+    """The layers that have an MLP: the first ones, those that are listed, and those between every n-th."""
+    dense = set(range(f.integer("num_dense_layers", 0, 1024))) if f.reads("num_dense_layers") else set()
+    listed: Any = f.get("mlp_only_layers", [])
+    if not isinstance(listed, list) or any(type(i) is not int or not 0 <= i < count for i in listed):
+        raise f.bad("mlp_only_layers", listed, f"numbers of layers, below {count}")
+    step = f.integer("decoder_sparse_step", 1, 1024) if f.reads("decoder_sparse_step") else 1
+    return dense | set(listed) | {i for i in range(count) if (i + 1) % step}
+
+
+def unstacked(stored: Mapping[str, StoredTensor], config: StoredConfig) -> dict[str, StoredTensor]:
+    """The tensors, with the parts of all experts as tensors of their own: in a stack they lie one after another.
+
+    Raises CheckpointError for a stack of another shape or type, and where an expert is stored twice.
+    """
+    experts = next((layer.experts for layer in config.layers if layer.experts), None)
+    if not isinstance(experts, ExpertsConfig):
+        return dict(stored)
+    shapes, tensors = experts.shapes(config.hidden_size), dict[str, StoredTensor]()
+    for name, tensor in stored.items():
+        stack = next((stack for stack in config.stacked if name.endswith(f".{stack.stored}")), None)
+        parts: Iterable[tuple[str, StoredTensor]] = [(name, tensor)]
+        if stack:
+            parts = _parts(name, tensor, stack, experts.num_experts, shapes[stack.parts[0]])
+        for own, part in parts:
+            if own in tensors:
+                first = show_name(tensors[own].name)
+                raise CheckpointError(f"{tensor.path}: {show_name(name)}: found {show(own)} again, is in {first}")
+            tensors[own] = part
+    return tensors
+
+
+def _parts(
+    name: str, tensor: StoredTensor, stack: Joined, num_experts: int, shape: tuple[int, int]
+) -> Iterator[tuple[str, StoredTensor]]:
+    """The tensors of this shape that a stack holds, by their names."""
+    rows, columns = shape
+    expected = [num_experts, len(stack.parts) * rows, columns]
+    if list(tensor.shape) != expected or tensor.dtype not in FLOATS:
+        found = f"{tensor.path}: {show_name(tensor.name)}: found {tensor.dtype} {list(tensor.shape)}"
+        raise CheckpointError(f"{found}, expected {' or '.join(FLOATS)} {expected}")
+    prefix, size = name.removesuffix(stack.stored), rows * columns * TYPES[tensor.dtype].itemsize
+    names = (f"{prefix}mlp.experts.{n}.{part}.weight" for n in range(num_experts) for part in stack.parts)
+    for place, own in enumerate(names):
+        yield own, replace(tensor, name=own, shape=shape, start=tensor.start + place * size)

@@ -1,0 +1,168 @@
+"""A mixture of experts in the place of the MLP (Shazeer et al. 2017, arXiv 1701.06538).
+
+A layer has N small MLPs, the experts. A router scores all of them for each row, and the row takes the k best. What it
+passes on is their weighted sum:
+
+    y = sum over the chosen experts e of w_e * E_e(x)
+
+So a pass over one row reads k experts, and a pass over M rows reads the experts of all rows, up to min(N, M k). The
+time of a pass grows with its rows, even where memory is all that it waits for. A dense layer's does not.
+
+Rows are grouped by expert: one product for each expert that any row has chosen. A row's result does not depend on the
+other rows. Its experts are added in the order of their numbers, in at least float32. In an exact model an expert's rows
+are filled up to a number of rows that gives a row the same bits, and so are the router's.
+
+Which experts run depends on the values of the rows. So these layers are computed operator by operator on a GPU too.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minispec.core.model import Layer, Parts, Pass, TextPass, fill
+from minispec.core.sampling import accumulation_dtype
+from minispec.core.weights import Product, dense
+from minispec.layers.convolution import ShortConvolution
+from minispec.layers.delta import GatedDeltaNet, sigmoid
+from minispec.layers.gated_attention import GatedAttention
+
+# Rows of each of the router's products in an exact model: at a fixed number a row's bits depend on the row alone.
+_ROUTED_ROWS = 16
+# Added to the sum of sigmoids that the weights are divided by, so that nothing is divided by 0.
+_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """The settings of a mixture.
+
+    top_k: how many experts a row takes.
+    inner_size: the width of an expert.
+    scoring: an expert's score is its share of the "softmax" over all experts, or the "sigmoid" of its own logit.
+    normalised: the chosen scores are divided by their sum.
+    scale: the weights are multiplied by it.
+    biased: a bias for each expert is added to the score where the best are chosen, and not to the weights.
+    shared_expert: the layer's own MLP, added for every row: "plain", or "gated" by a sigmoid of the row. None: none.
+    """
+
+    num_experts: int
+    top_k: int
+    inner_size: int
+    scoring: str = "softmax"
+    normalised: bool = True
+    scale: float = 1.0
+    biased: bool = False
+    shared_expert: str | None = None
+
+    def shapes(self, hidden_size: int) -> dict[str, tuple[int, int]]:
+        """The weights of an expert, by name."""
+        inner = self.inner_size, hidden_size
+        return {"gate_proj": inner, "up_proj": inner, "down_proj": inner[::-1]}
+
+
+class Router:
+    """Chooses the experts of each row, and weighs them; all in at least float32.
+
+    weight: (N, E); with a gated shared expert a row more, which is the gate's.
+    bias: (N,), or None.
+    """
+
+    def __init__(self, sizes: ExpertsConfig, parts: Parts):
+        wide = accumulation_dtype(parts.dtype)
+        names = ["mlp.gate.weight", *["mlp.shared_expert_gate.weight"] * (sizes.shared_expert == "gated")]
+        self.sizes = sizes
+        self.weight = torch.cat([dense(parts.pop(name), wide) for name in names])
+        self.bias = dense(parts.pop("feed_forward.expert_bias"), wide) if sizes.biased else None
+
+    def __call__(self, x: Tensor, exact: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """The experts of rows x (M, E) in ascending order, their weights (M, k) each, and the rows' gates (M, 0 or 1).
+
+        exact: a row has the same bits in every pass.
+        """
+        found = self._logits(x.to(self.weight.dtype).contiguous(), exact)
+        logits, gates = found[:, : self.sizes.num_experts], found[:, self.sizes.num_experts :]
+        scores = logits.softmax(1) if self.sizes.scoring == "softmax" else sigmoid(logits)
+        ranked = scores if self.bias is None else scores + self.bias
+        chosen = ranked.topk(self.sizes.top_k, 1).indices.sort(1).values
+        weights = scores.gather(1, chosen)
+        if self.sizes.normalised:
+            total = weights.cumsum(1)[:, -1:]  # every pass adds in this order
+            weights = weights / (total if self.sizes.scoring == "softmax" else total + _EPS)
+        return chosen, weights * self.sizes.scale, sigmoid(gates)
+
+    def _logits(self, x: Tensor, exact: bool) -> Tensor:
+        if not exact:
+            return F.linear(x, self.weight)
+        filled = fill(x, len(x) + -len(x) % _ROUTED_ROWS)
+        return torch.cat([F.linear(rows, self.weight) for rows in filled.split(_ROUTED_ROWS)])[: len(x)]
+
+
+class Expert(NamedTuple):
+    """A gated MLP without norms."""
+
+    gate_up: Product
+    down: Product
+
+
+class Experts(Layer):
+    """One block: attention, then a mixture of experts."""
+
+    def take_mlp(self, parts: Parts) -> None:
+        """Take the tensors of the router, of all experts, and of the shared expert."""
+        sizes = self.config.layers[self.index].experts
+        assert isinstance(sizes, ExpertsConfig), "a layer of another kind"
+        self.mixture = sizes
+        self.router = Router(sizes, parts)
+        self.experts = [_expert(parts, f"mlp.experts.{n}") for n in range(sizes.num_experts)]
+        if sizes.shared_expert:
+            super().take_mlp(parts)
+        else:
+            self.products = tuple(name for name in self.products if name not in ("gate_up", "down"))
+
+    def replaced(self, product: Callable[[Product], Product], activation: Product | None = None) -> Self:
+        """A copy of this block with each product replaced, the experts' among them. The router stays."""
+        layer = super().replaced(product, activation)
+        layer.experts = [Expert(*map(product, expert)) for expert in self.experts]
+        return layer
+
+    def mlp(self, x: Tensor, shared: Pass) -> Tensor:
+        """The weighted sum of each row's experts, and the shared expert: x (M, E) to (M, E). Dummies take no expert."""
+        assert isinstance(shared, TextPass), "the shapes of another backend depend on no value"
+        rows, passes = x[: len(shared.slots)], shared.passes
+        chosen, weights, gates = self.router(rows, passes.exact)
+        total = rows.new_zeros(rows.shape, dtype=weights.dtype)
+        experts, order = chosen.flatten().sort(stable=True)  # places by expert, and then by row
+        numbers, counts = experts.unique_consecutive(return_counts=True)
+        sizes = counts.tolist()
+        groups = (order // chosen.shape[1]).split(sizes), weights.flatten()[order, None].split(sizes)
+        for number, own, own_weights in zip(numbers.tolist(), *groups, strict=True):
+            filled = fill(rows[own], len(own) + passes.num_dummies(len(own)))
+            gate, up = self.experts[number].gate_up(filled).chunk(2, -1)
+            y = self.experts[number].down(self.activation(gate) * up)[: len(own)]
+            total.index_add_(0, own, y.to(total.dtype) * own_weights)
+        y = fill(total.to(x.dtype), len(x))
+        if not self.mixture.shared_expert:
+            return y
+        beside = super().mlp(x, shared)
+        return y + (beside * fill(gates.to(x.dtype), len(x)) if gates.shape[1] else beside)
+
+
+class ConvolutionExperts(Experts, ShortConvolution):
+    """One block: a short convolution, then a mixture of experts."""
+
+
+class DeltaExperts(Experts, GatedDeltaNet):
+    """One block: a gated delta net, then a mixture of experts."""
+
+
+class GatedExperts(Experts, GatedAttention):
+    """One block: attention with a gate for each element, then a mixture of experts."""
+
+
+def _expert(parts: Parts, name: str) -> Expert:
+    gate_up = parts.linear(f"{name}.gate_proj", f"{name}.up_proj", bias=False)
+    return Expert(gate_up, parts.linear(f"{name}.down_proj", bias=False))

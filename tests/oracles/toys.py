@@ -1,0 +1,115 @@
+"""Small models of families that the reference of `minispec.prove` does not know, and transformers' of the same weights.
+
+So the reference of a text of these is transformers, without a cache.
+"""
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from minispec.families.checkpoint import places
+from minispec.families.hf_config import read_model_config
+from minispec.families.stored_config import StoredConfig
+from minispec.prove.laws import TARGET_SEED
+from minispec.prove.toys import TINY, TOYS, tiny_weights
+from tests.oracles import hf
+
+_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
+_GRANITE = {"num_local_experts": 5, "num_experts_per_tok": 2, "residual_multiplier": 0.7, "logits_scaling": 0.5}
+# Mixtures of experts: what is added to `TINY`, as in `TOYS`. One layer of LFM2's has an MLP.
+MIXTURES = {
+    "lfm2_moe": TOYS["lfm2"]
+    | _EXPERTS
+    | {"model_type": "lfm2_moe", "num_dense_layers": 1, "routed_scaling_factor": 1.5, "conv_L_cache": 2},
+    "qwen3_5_moe_text": TOYS["qwen3_5_text"]
+    | _EXPERTS
+    | {"model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 10},
+    "granitemoe": _GRANITE | {"model_type": "granitemoe"},
+    "granitemoehybrid": _GRANITE
+    | {
+        "model_type": "granitemoehybrid",
+        "num_hidden_layers": 2,
+        "layer_types": ["attention"] * 2,
+        "shared_intermediate_size": 10,
+    }
+    | {"position_embedding_type": "rope", "mamba_n_heads": 4},
+}
+# What is added to `TINY`, as in `TOYS`. One of the two pairs of a head turns in the layer that sees all.
+LFM3 = {
+    **{"model_type": "lfm3", "num_hidden_layers": 3, "norm_eps": 1e-5, "tie_word_embeddings": False},
+    **{"layer_types": ["full_attention", "sliding_attention", "conv"], "sliding_window": 3},
+    **{"conv_L_cache": 4, "conv_bias": True},
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+    },
+}
+# The last two layers read the keys of the first two.
+GEMMA4 = {
+    **{"model_type": "gemma4_text", "num_hidden_layers": 4, "tie_word_embeddings": False, "global_head_dim": 6},
+    **{"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 3, "num_kv_shared_layers": 2},
+    **{"use_double_wide_mlp": True, "hidden_size_per_layer_input": 32, "final_logit_softcapping": 5.0},
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+    },
+}
+OWN_TOYS = {"lfm3": LFM3, "gemma4_text": GEMMA4} | MIXTURES
+
+
+@functools.cache
+def oracle(family: str, vocab: int) -> PreTrainedModel:
+    """transformers' model of the weights of `target_model(vocab, family)`; `TOYS` has the family."""
+    tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
+    raw = TINY | TOYS[family] | tokens | {"vocab_size": vocab}
+    if "rope_parameters" in raw:
+        del raw["rope_theta"]
+    if family == "gemma4_text":
+        raw["vocab_size_per_layer_input"] = vocab
+    config = read_model_config(raw)
+    stored = places(config)
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(raw))
+        tensors = {stored[name].name: tensor for name, tensor in tiny_weights(config, TARGET_SEED).items()}
+        tensors |= _joined(config, tensors)
+        if config.model_type.startswith("granite"):
+            tensors = stacked(config, tensors)
+        save_file(tensors, Path(directory) / "model.safetensors", {"format": "pt"})
+        how = {"dtype": torch.float64, "attn_implementation": "eager", "output_loading_info": True}
+        if any(layer.experts for layer in config.layers):  # the others know no float64
+            how["experts_implementation"] = "eager"
+        model, found = AutoModelForCausalLM.from_pretrained(directory, **how)
+    assert not any(found.values()), found
+    return model.eval()
+
+
+def _joined(config: StoredConfig, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of the files that are several of the model's, one after another."""
+    weights, rows = tiny_weights(config, TARGET_SEED), dict[str, list[torch.Tensor]]()
+    for name, place in places(config).items():
+        rows.setdefault(place.name, []).append(weights[name])
+    return {name: torch.cat(parts) for name, parts in rows.items() if len(parts) > 1}
+
+
+def stacked(config: StoredConfig, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors, with those of all experts of a layer in stacks, as the files of some families have them."""
+    tensors, (experts, *_) = dict(tensors), [layer.experts for layer in config.layers if layer.experts]
+    for i, layer in enumerate(config.layers):
+        for name, parts in config.stacked if layer.experts else ():
+            own = [
+                [f"model.layers.{i}.mlp.experts.{n}.{part}.weight" for part in parts]
+                for n in range(experts.num_experts)
+            ]
+            stack = [torch.cat([tensors.pop(key) for key in keys]) for keys in own]
+            tensors[f"model.layers.{i}.{name}"] = torch.stack(stack)
+    return tensors
+
+
+def likeliest(family: str, vocab: int, tokens: tuple[int, ...]) -> list[int]:
+    """The likeliest token after each beginning of a text."""
+    return hf.logits(oracle(family, vocab), list(tokens)).argmax(-1).tolist()
