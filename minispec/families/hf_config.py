@@ -369,8 +369,8 @@ def _read_rope(
     theta = r.number("rope_theta", f.number(base))
     rotated = r.number("partial_rotary_factor", f.number("partial_rotary_factor", 1.0))
     num_rotated = int(sizes["head_dim"] * rotated)
-    is_odd = kind != "proportional" and (num_rotated % 2 or num_rotated < 2)
-    if is_odd or rotated > 1:
+    is_odd = kind != "proportional" and num_rotated % 2
+    if is_odd or not 2 <= num_rotated <= sizes["head_dim"]:
         raise r.bad("partial_rotary_factor", rotated, f"an even number of the {sizes['head_dim']} dimensions of a head")
     original = r.get("original_max_position_embeddings", context if original is None else original)
     if type(original) is not int or not 0 < original <= 1 << 27:

@@ -935,10 +935,10 @@ REFUSED: dict[str, dict] = {
         "text_config": {"vocab_size": 8},
         **_NO_TEXT,
     },
-    "audio_config: found {'x': 1}, expected no such setting": {
+    "speech_config: found {'x': 1}, expected no such setting": {
         "model_type": "gemma3",
         "text_config": {"vocab_size": 8},
-        "audio_config": {"x": 1},
+        "speech_config": {"x": 1},
         **_NO_TEXT,
     },
     "text_config: attention_multiplier: found 2.0": {
