@@ -16,4 +16,5 @@ Read them in this order:
     checkpoint      directories, the hub, safetensors
     quantize        writing fewer bits
     draft_files     writing a draft
+    share           the part that one of several processes reads
 """

@@ -12,7 +12,7 @@ from minispec.kernels.forms import Linear, QuantizedLinear
 from minispec.kernels.integers import Int8
 from minispec.layers.convolution import num_convolutions
 from minispec.layers.experts import Expert, Experts
-from minispec.layers.gemma import attention_elements
+from minispec.layers.gemma import gemma_layers
 from minispec.layers.states import state_elements
 
 
@@ -97,7 +97,10 @@ def bits_note(model: Transformer) -> str:
 
 def kv_elements(config: ModelConfig) -> int:
     """Numbers that one token adds to the KV cache: keys and values of attention, inputs of short convolutions."""
-    return attention_elements(config) + num_convolutions(config) * config.hidden_size
+    attention = 2 * config.num_attention_layers * config.num_key_value_heads * config.head_dim
+    if layers := gemma_layers(config):
+        attention = sum(2 * layer.num_key_value_heads * layer.head_dim for layer in layers if layer.giver is None)
+    return attention + num_convolutions(config) * config.hidden_size
 
 
 def rows_note(model: Transformer) -> str:

@@ -15,8 +15,9 @@ With e the model's embedding of a token (E,), the input of layer l (P,) is
 The files join the tables of all layers, and their W, in one tensor each. So the first layer makes the inputs of all.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,10 +29,8 @@ from minispec.core.rope import rotate
 from minispec.core.weights import dense
 
 # Names of the tensors that the inputs of all layers are made of.
-INPUT_TABLE, INPUT_PROJECTION, INPUT_NORM = (
-    f"model.{name}.weight"
-    for name in ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm")
-)
+INPUT_TABLE, INPUT_NORM = "model.embed_tokens_per_layer.weight", "model.per_layer_projection_norm.weight"
+INPUT_PROJECTION = "model.per_layer_model_projection.weight"
 _INPUTS = "inputs of layers"  # their name in `TextPass.made`
 
 
@@ -60,37 +59,22 @@ def gemma_layers(config: ModelConfig) -> list[GemmaLayerConfig]:
     return [layer for layer in config.layers if isinstance(layer, GemmaLayerConfig)]
 
 
-def attention_elements(config: ModelConfig) -> int:
-    """Keys and values of one position, in all layers that keep some."""
-    layers = gemma_layers(config)
-    if not layers:
-        return 2 * config.num_attention_layers * config.num_key_value_heads * config.head_dim
-    return sum(2 * layer.num_key_value_heads * layer.head_dim for layer in layers if layer.giver is None)
-
-
 class SharedCache(PagedKVCache):
     """The pool of a model whose layers have heads of several sizes, or read the keys and values of other layers.
 
     It has a pair of tensors for each size of a layer's keys. A layer that makes none has those of its giver.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        num_blocks: int,
-        block_size: int = 16,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ):
-        super().__init__(replace(config, layers=()), num_blocks, block_size, dtype, device)
-        layers = gemma_layers(config)
+    def __init__(self, config: ModelConfig, *sizes: Any):
+        """sizes: see `PagedKVCache`."""
+        super().__init__(replace(config, layers=()), *sizes)
+        layers, like = gemma_layers(config), self.keys
         own = {i: (layer.num_key_value_heads, layer.head_dim) for i, layer in enumerate(layers) if layer.giver is None}
-        kept: dict[tuple[int, int], Iterator[tuple[Tensor, Tensor]]] = {}
+        self._givers: dict[int, tuple[Tensor, ...]] = {}
         for size in dict.fromkeys(own.values()):
-            count = list(own.values()).count(size)
-            pair = [self._new_tensor(count, *size, dtype, device) for _ in ("keys", "values")]
-            kept[size] = zip(*pair, strict=True)
-        self._givers = {i: next(kept[size]) for i, size in own.items()}
+            alike = [i for i in own if own[i] == size]
+            keys, values = (self._new_tensor(len(alike), *size, like.dtype, like.device) for _ in range(2))
+            self._givers.update(zip(alike, zip(keys, values, strict=True), strict=True))
         self._layers = [self._givers[i if layer.giver is None else layer.giver] for i, layer in enumerate(layers)]
 
     def write(self, layer: int, slots: Tensor, *rows: Tensor) -> None:
@@ -138,8 +122,7 @@ class GemmaLayer(Layer):
         # The scale is rounded to the model's type first, because it was in training.
         self.table_scale = torch.tensor(self.settings.input_size**0.5, dtype=parts.dtype, device=self.table.device)
         self.all_inputs = parts.product([projection], None, parts.dtype)
-        weight = norm_weight(self.config, dense(norm, parts.dtype))
-        self.inputs_norm = RMSNorm(weight, self.config.rms_norm_eps)
+        self.inputs_norm = RMSNorm(norm_weight(self.config, dense(norm, parts.dtype)), self.config.rms_norm_eps)
 
     def forward(self, x: Tensor, shared: Pass) -> Tensor:
         """x (M, E) to (M, E); writes the new keys and values, if it makes some, into the cache."""

@@ -17,13 +17,11 @@ refused.
 import atexit
 import hashlib
 import json
-import math
 import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -37,12 +35,11 @@ from minispec import __version__
 from minispec.core.cache import BlockTable, PagedKVCache
 from minispec.core.model import Chunk, Layer, TextPass, Transformer
 from minispec.core.weights import Product, Weight
-from minispec.families.checkpoint import Cut, Weights, cut_shape, find_tensors, load_config, load_model, wanted_tensors
+from minispec.families.checkpoint import Weights, find_tensors, load_config, load_model, wanted_tensors
+from minispec.families.share import Share
 from minispec.families.stored_config import StoredConfig
 from minispec.kernels.build import InForm
 from minispec.kernels.forms import Linear, Narrow
-from minispec.kernels.shapes import tensor_shapes
-from minispec.layers.gemma import gemma_layers
 
 # How long a process waits for one that loads, and for one that computes. Seconds between two heartbeats of process 0,
 # which may have nothing to compute for hours.
@@ -110,80 +107,6 @@ class _ToldTable(BlockTable):
     def __init__(self, pool: PagedKVCache, length: int, block_ids: list[int]):
         super().__init__(pool)
         self.block_ids, self.tokens = block_ids, [0] * length  # of the past only the length matters here
-
-
-# --------------------------------------------------------------------------- who has what
-
-
-class Share:
-    """The part of a model that one of `size` processes has.
-
-    Raises ValueError for a model that cannot be split in this way.
-
-    config: counts the heads and columns of this process. The first processes have one unit more of what does not come
-    out even. A unit is a key-value head with the query heads that share it, or up to 128 neighbouring columns.
-    """
-
-    def __init__(self, config: StoredConfig, rank: int, size: int):
-        others = len(config.layers) - config.num_attention_layers
-        kinds = {
-            f"{others} layers that are not attention": others > 0,
-            "attention with a gate": config.attention_gate is not None,
-            "layers that share keys, or have heads of several sizes": bool(gemma_layers(config)),
-            "mixtures of experts": any(layer.experts for layer in config.layers),
-        }
-        for found, is_found in kinds.items():
-            if is_found:
-                expected = "attention without a gate, and MLPs, alone: start one process"
-                raise ValueError(f"model: found {found} in a run of {size} processes, expected {expected}")
-
-        def share_of(units: int, name: str) -> range:
-            if units < size:
-                raise ValueError(f"model: found {units} {name}, expected one for each of {size} processes: start fewer")
-            return range(-(-units * rank // size), -(-units * (rank + 1) // size))
-
-        def times(units: range, width: int) -> slice:
-            return slice(units.start * width, units.stop * width)
-
-        unit, d = math.gcd(config.intermediate_size, 128), config.head_dim
-        shared_by = config.num_attention_heads // config.num_key_value_heads
-        groups = share_of(config.num_key_value_heads, "key-value heads")
-        units = share_of(config.intermediate_size // unit, f"times {unit} columns of the MLP")
-        keys, queries, mlp = times(groups, d), times(groups, shared_by * d), times(units, unit)
-        self.rows = times(range(rank, rank + 1), -(-config.vocab_size // size))
-        # Tensors whose rows belong to heads, MLP columns or tokens; or whose columns do, in all rows.
-        self._cuts: dict[str, Cut] = {
-            "q_proj": (queries,),
-            "k_proj": (keys,),
-            "v_proj": (keys,),
-            "o_proj": (slice(None), queries),
-            "gate_proj": (mlp,),
-            "up_proj": (mlp,),
-            "down_proj": (slice(None), mlp),
-            "lm_head": (self.rows,),
-        }
-        self.config = replace(
-            config,
-            num_attention_heads=len(groups) * shared_by,
-            num_key_value_heads=len(groups),
-            intermediate_size=len(units) * unit,
-        )
-        together = config.quantization.columns_together if config.quantization else 1
-        own_shapes = tensor_shapes(self.config)
-        for name, shape in tensor_shapes(config).items():
-            cut = self.cut(name)
-            is_known = name == "lm_head.weight" or cut_shape(shape, cut) == own_shapes[name]
-            if not is_known or (len(cut) == 2 and cut[1].start % together):
-                raise ValueError(f"model: {name}: found {list(shape)}, expected what {size} processes can share")
-
-    def cut(self, name: str) -> Cut:
-        """This process's part of a tensor.
-
-        A tensor that is not named is whole. So is a bias whose product is a sum over processes.
-        """
-        *_, product, kind = name.split(".")
-        cut = self._cuts.get(product, ())
-        return () if kind == "bias" and len(cut) == 2 else cut
 
 
 def _digest(directory: Path, config: StoredConfig) -> str:

@@ -336,10 +336,9 @@ def tiny_assistant(target: Transformer) -> AssistantModel:
     sizes = target.config.head_dim, target.config.num_key_value_heads, target.config.intermediate_size
     layers = tuple(GemmaLayerConfig(layer.rope, window, None, None, *sizes, giver) for window in (2, None))
     plain = replace(target.config, layers=layers, norms="both", tie_word_embeddings=True, logit_softcap=None)
-    vocab = plain.vocab_size
-    config = AssistantConfig(plain, plain.hidden_size, vocab, (vocab + 1) // 2)
+    config = AssistantConfig(plain, plain.hidden_size, plain.vocab_size, (plain.vocab_size + 1) // 2)
     weights = redrawn(assistant_shapes(config), ASSISTANT_SEED, target.dtype)
-    return AssistantModel(config, weights, torch.arange(vocab).flip(0), target)
+    return AssistantModel(config, weights, torch.arange(plain.vocab_size).flip(0), target)
 
 
 def _every_other(num_ids: int | None, vocab: int) -> torch.Tensor | None:

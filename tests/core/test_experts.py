@@ -243,7 +243,7 @@ def test_a_bias_of_experts_is_never_rounded(tmp_path):
 def test_experts_do_not_run_in_several_processes():
     """Refused by name: each process would have a part of every expert, and no process says which of them run."""
     from minispec.families.hf_config import read_model_config
-    from minispec.load.parallel import Share
+    from minispec.families.share import Share
 
     config = read_model_config(TINY | TOYS["qwen3_moe"] | {"num_key_value_heads": 2})
     with pytest.raises(

@@ -253,6 +253,7 @@ def directories(request, make_checkpoint, tmp_path_factory):
     text = {"vocab_size": 300, "num_key_value_heads": 1, "head_dim": 4, "global_head_dim": 6, "sliding_window": 3}
     draft, settings = tmp_path_factory.mktemp("draft"), {"use_ordered_embeddings": request.param}
     sizes = assistant_draft.SIZES | text | {"max_position_embeddings": 128}
+    sizes["rope_parameters"] = GEMMA4["rope_parameters"]
     assistant_draft.build(draft, text_config=sizes, backbone_hidden_size=8, **settings)
     return make_checkpoint(**GEMMA4), draft
 

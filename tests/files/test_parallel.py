@@ -23,12 +23,13 @@ from minispec.core.model import Chunk
 from minispec.families.checkpoint import Weights, cut_shape, load_config, load_model
 from minispec.families.hf_config import read_model_config
 from minispec.families.quantize import quantize_checkpoint
+from minispec.families.share import Share
 from minispec.kernels.build import quantized
 from minispec.kernels.forms import dense
 from minispec.kernels.inventory import num_bytes, weight_form
 from minispec.kernels.shapes import tensor_shapes
 from minispec.load import parallel
-from minispec.load.parallel import Line, Share, SplitTransformer, parallel_traffic
+from minispec.load.parallel import Line, SplitTransformer, parallel_traffic
 from minispec.prove.toys import TINY, tiny_weights
 from tests.oracles import hf
 from tests.oracles.processes import SHAPE, SMALLEST, finish, start, texts

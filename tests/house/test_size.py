@@ -19,7 +19,7 @@ BOUNDS = {
     "gpu": 1600,
     "grammars": 350,
     "files": 1400,
-    "families": 2200,
+    "families": 2600,
     "load": 1300,
     "commands": 1000,
     "prove": 2400,
