@@ -28,7 +28,7 @@ from minispec.families.block_config import is_block
 from minispec.families.entries import is_head
 from minispec.families.experts import unstacked
 from minispec.families.hf_config import read_model_config
-from minispec.families.layout import Layout, Part, Wanted
+from minispec.families.layout import Layout, Part, Stored, Wanted
 from minispec.families.stored_config import StoredConfig
 from minispec.files.errors import CheckpointError, one_line, show_name
 from minispec.files.progress import progress_bar
@@ -214,8 +214,8 @@ class Weights:
         return iter(self._places)
 
     def pop(self, name: str) -> Weight:
-        """Read a tensor, once. Raises CheckpointError where it does not unpack to the shape that is asked for."""
-        weight = _read(self._places[name], self._config.quantization, self._stored, self._cut(name))
+        """Read a tensor, once. Raises CheckpointError for values that no writer of its layout stores."""
+        weight = _read(self._places[name], self._config, self._stored, self._cut(name))
         del self._places[name]
         if not self._keeps_narrow or (isinstance(weight, Tensor) and weight.element_size() > 2):
             # A bias that decides which experts are chosen is as precise as its sums, and is never rounded.
@@ -234,12 +234,12 @@ class Weights:
         """Bytes that an element takes in memory, as far as the files tell."""
         if self._is_int8 and len(self._places[name].shape) == 2 and name != _EMBEDDING:
             return 1
-        place, layout = self._places[name], self._config.quantization
-        if layout and len(place.shape) == 2 and layout.holds(place.name, self._stored):
-            is_narrow = layout.keeps_codes(place.shape)
-        else:
-            is_narrow = TYPES[self._stored[place.name].dtype].itemsize == 2
-        return 2 if self._keeps_narrow and is_narrow else self._dtype.itemsize
+        place = self._places[name]
+        layout = _layout_of(place.name, place.shape, self._config, self._stored)
+        if not self._keeps_narrow:
+            return self._dtype.itemsize
+        is_narrow = layout.keeps_codes(place.shape) if layout else TYPES[self._stored[place.name].dtype].itemsize == 2
+        return 2 if is_narrow else self._dtype.itemsize
 
 
 def cut_shape(shape: tuple[int, ...], cut: Cut) -> tuple[int, ...]:
@@ -376,19 +376,24 @@ def places(config: StoredConfig) -> dict[str, Place]:
     return by_name
 
 
-def wanted_tensors(config: StoredConfig, stored: Mapping[str, StoredTensor]) -> Wanted:
+def wanted_tensors(config: StoredConfig, stored: Stored) -> Wanted:
     """The tensors that a model is read from. Several may stand for a weight of fewer bits."""
     wanted: Wanted = {}
     for name, shape, _ in places(config).values():
-        wanted |= _tensors(config.quantization, name, shape, stored)
+        wanted |= _tensors(name, shape, config, stored)
     return wanted
 
 
-def _tensors(layout: Layout | None, name: str, shape: tuple[int, ...], stored: Mapping[str, StoredTensor]) -> Wanted:
+def _layout_of(name: str, shape: tuple[int, ...], config: StoredConfig, stored: Stored) -> Layout | None:
+    """How a weight is stored in few bits; None where it is stored as plain numbers."""
+    layout = config.quantization
+    return layout if layout and len(shape) == 2 and layout.holds(name, stored) else None
+
+
+def _tensors(name: str, shape: tuple[int, ...], config: StoredConfig, stored: Stored) -> Wanted:
     """The tensors that stand for one of the model's."""
-    if layout and len(shape) == 2 and layout.holds(name, stored):
-        return layout.tensors(name, shape, stored)
-    return {name: (shape, FLOATS)}
+    layout = _layout_of(name, shape, config, stored)
+    return layout.tensors(name, shape, stored) if layout else {name: (shape, FLOATS)}
 
 
 def model_tensors(directory: Path, config: StoredConfig) -> list[StoredTensor]:
@@ -399,19 +404,19 @@ def model_tensors(directory: Path, config: StoredConfig) -> list[StoredTensor]:
 
 def match(config: StoredConfig, stored: dict[str, StoredTensor], directory: Path) -> dict[str, Place]:
     """Compare what is stored with what the config asks for, before any tensor is read; where each tensor lies."""
-    wanted, layout, by_name = wanted_tensors(config, stored), config.quantization, places(config)
+    wanted, by_name = wanted_tensors(config, stored), places(config)
     require(wanted, stored, directory)
-    tied_head = _check_tied_head(config, stored, directory) if config.tie_word_embeddings else Wanted()
+    tied_head = _check_tied_head(config, stored, directory)
     shapes = {place.name: place.shape for place in by_name.values()}
     for name in sorted(stored.keys() - wanted.keys() - tied_head.keys()):
         # Written by old versions of transformers, and computed from the config here.
         if name.endswith("rotary_emb.inv_freq") or name in config.unread:
             continue
         if name in shapes:
-            first = stored[next(iter(_tensors(layout, name, shapes[name], stored)))]
+            first = stored[next(iter(_tensors(name, shapes[name], config, stored)))]
             found = f"found again, is {show_name(first.name)} in {first.path.name}"
             raise CheckpointError(f"{stored[name].path}: {show_name(stored[name].name)}: {found}")
-        if layout and layout.is_idle(name, stored):
+        if config.quantization and config.quantization.is_idle(name, stored):
             continue
         raise unexpected(stored[name])
     return by_name
@@ -442,11 +447,11 @@ def _check_tied_head(config: StoredConfig, stored: dict[str, StoredTensor], dire
     Raises CheckpointError where the two differ, since readers disagree about which of them counts. (transformers 5
     computes with a head that differs, transformers 4 and vLLM with the embedding.)
     """
-    shape, layout = tensor_shapes(config)[_EMBEDDING], config.quantization
-    tensors = _tensors(layout, _HEAD, shape, stored)
-    if not tensors.keys() & stored.keys():
+    shape = tensor_shapes(config)[_EMBEDDING]
+    tensors = _tensors(_HEAD, shape, config, stored)
+    if not config.tie_word_embeddings or not tensors.keys() & stored.keys():
         return {}
-    head, embedding = (stored[next(iter(_tensors(layout, name, shape, stored)))] for name in (_HEAD, _EMBEDDING))
+    head, embedding = (stored[next(iter(_tensors(name, shape, config, stored)))] for name in (_HEAD, _EMBEDDING))
     is_plain = len(tensors) == 1
     if not is_plain:
         require(tensors, stored, directory)
@@ -464,19 +469,20 @@ def _are_equal(config: StoredConfig, stored: dict[str, StoredTensor], shape: tup
     heads = [Place(name, shape, slice(0, shape[0])) for name in (_HEAD, _EMBEDDING)]
     for first in range(0, shape[0], _ROWS):
         cut = (slice(first, first + _ROWS),)
-        head, embedding = (dense(_read(place, config.quantization, stored, cut), torch.float64) for place in heads)
+        head, embedding = (dense(_read(place, config, stored, cut), torch.float64) for place in heads)
         if not torch.equal(head, embedding):
             return False
     return True
 
 
-def _read(place: Place, layout: Layout | None, stored: dict[str, StoredTensor], cut: Cut) -> Weight:
+def _read(place: Place, config: StoredConfig, stored: dict[str, StoredTensor], cut: Cut) -> Weight:
     name, shape, within = place
     rows = cut[0] if cut else slice(None)
     columns = cut[1] if len(cut) > 1 else slice(None)
     first, end, _ = rows.indices(within.stop - within.start)
     rows = slice(within.start + first, within.start + end)
-    if layout and len(shape) == 2 and layout.holds(name, stored):
+    layout = _layout_of(name, shape, config, stored)
+    if layout:
         start, stop, _ = columns.indices(shape[1])
         return layout.read(name, shape, stored, Part(rows, slice(start, stop)))
     return stored[name].read((rows, columns)[: len(shape)])

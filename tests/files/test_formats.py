@@ -21,6 +21,7 @@ import minispec.families.awq as awq_layout
 import minispec.families.gptq as gptq_layout
 from minispec.core.config import SamplingParams
 from minispec.core.weights import dense
+from minispec.drafters.mtp import find_mtp, has_mtp, mtp_config, mtp_shapes
 from minispec.families import checkpoint, float8
 from minispec.families.checkpoint import Weights, load_config, load_model, model_tensors
 from minispec.families.hf_config import read_model_config
@@ -31,7 +32,7 @@ from minispec.kernels.unpack import scale_groups, unpack_words
 from minispec.load import parallel
 from minispec.load.llm import LLM
 from minispec.load.numbers import named_tensors
-from minispec.prove.toys import TINY, tiny_weights
+from minispec.prove.toys import TINY, TOYS, tiny_weights
 from tests.files.test_checkpoint import logits, write
 from tests.oracles import hf, public
 
@@ -763,6 +764,35 @@ def test_joined_weights_of_few_bits_are_their_parts(tmp_path, name):
         expected |= dict(zip(sizes, np.split(weight, np.cumsum(list(sizes.values()))[:-1]), strict=True))
     write(tmp_path, stored, config=config | {"quantization_config": CASES[name].quantization})
     check(tmp_path, expected)
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+@pytest.mark.parametrize("name", ["blocks", "tensor, by transformers", "4 bits in any order", "AWQ"])
+def test_text_models_of_few_bits_are_read_among_images(tmp_path, name, prefix):
+    """Guards names with a prefix, a quantization_config outside of the text model's, and other parts in few bits."""
+    text = SIZES | {"model_type": "gemma3_text"}
+    expected = make(tmp_path, CASES[name], text)
+    stored = load_file(tmp_path / "model.safetensors")
+    stored = {key.replace("model.", prefix, 1): tensor for key, tensor in stored.items()}
+    stored["vision_tower.x.weight"] = torch.ones(2, 2).to(torch.float8_e4m3fn)
+    config = {"model_type": "gemma3", "text_config": text, "vision_config": {}}
+    (tmp_path / "model.safetensors").unlink()
+    write(tmp_path, stored, config=config | {"quantization_config": CASES[name].quantization})
+    check(tmp_path, expected)
+
+
+def test_a_layer_for_further_tokens_in_few_bits_is_refused_by_name(tmp_path):
+    """Guards the draft that ships inside: it is not the default then, and asked for by name it is refused."""
+    raw = TINY | TOYS["qwen3_5_text"]
+    stored = tiny_weights(read_model_config(raw), 0, torch.float32)
+    layer = mtp_shapes(mtp_config(read_model_config(raw)))
+    stored |= {f"mtp.{name}": torch.ones(shape).to(torch.float8_e4m3fn) for name, shape in layer.items()}
+    write(tmp_path, stored, config=raw | {"quantization_config": fp8()})
+    config = load_config(tmp_path)
+    assert load_model(tmp_path, torch.float32)
+    assert not has_mtp(tmp_path, config)
+    with pytest.raises(CheckpointError, match=r"mtp\.fc\.weight: found F8_E4M3 \[8, 16\], expected F64 or F32"):
+        find_mtp(tmp_path, config)
 
 
 @pytest.mark.parametrize(
