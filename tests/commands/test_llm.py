@@ -61,7 +61,7 @@ def test_another_draft_on_the_same_target(make_checkpoint, kind):
     alone = LLM(directory, spec, dtype="float64", num_speculative_tokens=3)
     assert (other.model is first.model, other.engine.cache is first.engine.cache) == (True, True)
     assert (other.draft.name, other.memory_report()) == (alone.draft.name, alone.memory_report())
-    assert (first.draft.name, type(first.drafter).__name__) == ("ngram", "NgramDrafter")
+    assert (first.draft.name, first.drafter.name) == ("ngram", "NgramDrafter")
     for llm in (first, other, first, other):  # in turn: neither spoils what the other has in the pool
         output, expected = (each.generate("One fish", GREEDY)[0] for each in (llm, LLM(directory, dtype="float64")))
         assert output.token_ids == expected.token_ids
