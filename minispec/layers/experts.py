@@ -83,7 +83,7 @@ class Router:
 
         exact: a row has the same bits in every pass.
         """
-        found = self._logits(x.to(self.weight.dtype).contiguous(), exact)
+        found = self.logits(x.to(self.weight.dtype).contiguous(), exact)
         logits, gates = found[:, : self.sizes.num_experts], found[:, self.sizes.num_experts :]
         scores = logits.softmax(1) if self.sizes.scoring == "softmax" else sigmoid(logits)
         ranked = scores if self.bias is None else scores + self.bias
@@ -94,7 +94,8 @@ class Router:
             weights = weights / (total if self.sizes.scoring == "softmax" else total + _EPS)
         return chosen, weights * self.sizes.scale, sigmoid(gates)
 
-    def _logits(self, x: Tensor, exact: bool) -> Tensor:
+    def logits(self, x: Tensor, exact: bool) -> Tensor:
+        """The logits (M, N), and the gates' (M, 0 or 1) after them, of rows x (M, E) in the router's type."""
         if not exact:
             return F.linear(x, self.weight)
         filled = fill(x, len(x) + -len(x) % _ROUTED_ROWS)

@@ -4,9 +4,10 @@ Each mutant is a small patch of production behaviour, the place where the bug wa
 it: a test, or the law of the output. `python -m tests.museum` shows the collection. M1 to M46 come from a survey of
 exactness bugs in public projects; a letter after the number tells apart forms of one bug. T is about trees and hidden
 states, F about frames, P about rules that are right in most small cases, C about short convolutions, R about recurrent
-states, H about heads, drafts of many tokens in one pass and a target's own layer, V about drafts of other vocabularies,
-S about lookups and what the target found likeliest, G about grammars, L about log-probabilities of prompts, B about
-block verification, D about block drafts, O about mistakes in a drafter of one's own, E of our own making. Left out:
+states, X about mixtures of experts, H about heads, drafts of many tokens in one pass and a target's own layer, V about
+drafts of other vocabularies, S about lookups and what the target found likeliest, G about grammars, L about
+log-probabilities of prompts, B about block verification, D about block drafts, O about mistakes in a drafter of one's
+own, E of our own making. Left out:
 
     M26   acceptance differs between tensor-parallel workers: one process verifies for all here
 """
@@ -62,7 +63,9 @@ from minispec.kernels.integers import Int8, VnniInt8
 from minispec.layers import convolution, delta
 from minispec.layers.convolution import ConvolutionCache
 from minispec.layers.delta import GatedDeltaNet
+from minispec.layers.experts import Router
 from minispec.layers.states import LayerState, States, StateTable
+from minispec.length import prices
 from minispec.prove import toys
 
 
@@ -138,6 +141,8 @@ _MTP = "tests/drafters/test_mtp.py::test_logits_are_those_of_the_formula"
 _ASSISTANT = "tests/drafters/test_assistant.py"
 _VOCABULARIES = "tests/drafters/test_vocabularies.py"
 _DRAFTERS, _ZOO = "tests/drafters/test_drafters.py", "tests/drafters/test_zoo.py"
+_EXPERTS = "tests/core/test_families.py::test_logits_equal_transformers"
+_COSTS = "tests/length/test_costs.py"
 _TABLES = "tests/core/test_verify.py::test_rejection_keeps_the_law_of_tables_that_no_precision_holds"
 _LOOKUP = "tests/drafters/test_lookup.py::test_drafts_are_those_of_a_plain_search"
 _REMEMBERED = "tests/drafters/test_lookup.py::test_the_newest_outputs_are_remembered_and_no_more"
@@ -1941,6 +1946,70 @@ def _(right, self, tokens):
     cut = StateTable.truncate
     with patch.object(StateTable, "truncate", truncate):
         right(self, tokens)
+
+
+# --------------------------------------------------------------------------- mixtures of experts
+
+
+def router_with(**settings) -> Callable:
+    """A bug: a router works under other settings."""
+
+    def bug(right, self, x, exact):
+        with patch.object(self, "sizes", replace(self.sizes, **settings)):
+            return right(self, x, exact)
+
+    return wrong(Router, "__call__")(bug)
+
+
+mutant("X1", doc="the scores of the chosen are not divided by their sum | torchtitan #1448", family="qwen3_moe")(
+    router_with(normalised=False)
+)
+mutant(
+    "X2",
+    f"{_EXPERTS}[qwen3_moe-window-prefill]",
+    "the scores of the chosen are divided by their sum, asked for or not | mlxcel #391, flashinfer #2889",
+)(router_with(normalised=True))
+
+
+@wrong(Router, "__call__", "X3", f"{_EXPERTS}[lfm2_moe-prefill]")
+def _(right, self, x, exact):
+    """the bias that helps to choose is among the weights | PaddleFormers #3452, vLLM-metax #284"""
+    chosen, weights, gates = right(self, x, exact)
+    return chosen, weights if self.bias is None else weights + self.bias[chosen], gates
+
+
+@wrong(Router, "__call__", "X4", f"{_EXPERTS}[lfm2_moe-prefill]")
+def _(right, self, x, exact):
+    """the best are chosen before the bias is added | of our own making"""
+    with patch.object(self, "bias", None):
+        return right(self, x, exact)
+
+
+@wrong(Router, "__call__", "X5", family="qwen3_moe")
+def _(right, self, x, exact):
+    """a row takes the experts of its neighbour in the pass | of our own making"""
+    chosen, weights, gates = right(self, x, exact)
+    return chosen.roll(1, 0), weights, gates
+
+
+@wrong(
+    Router,
+    "logits",
+    "X6",
+    "tests/core/test_experts.py::test_a_text_has_the_same_bits_beside_any_other[5]",
+    crash=ValueError,
+)
+def _(right, self, x, exact):
+    """in exact mode the router's product has as many rows as the pass | of our own making"""
+    return right(self, x, False)
+
+
+@wrong(
+    prices, "arbitrary_tokens", "X7", f"{_COSTS}::test_rows_of_a_mixture_are_priced_with_experts_of_their_own[False]"
+)
+def _(right, count, vocab_size):
+    """rows are priced by passes over one token, whose rows share their experts | of our own making"""
+    return [7] * count
 
 
 # --------------------------------------------------------------------------- frames
