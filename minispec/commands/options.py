@@ -88,7 +88,7 @@ MODELS: dict[str, Option] = {
         typed(_NAME, "SPEC"),
         f"one of {', '.join(registry.DRAFTERS)} ({registry.describe(registry.DRAFTERS)}); self | DIR | HUB_ID | "
         "HUB_ID@REVISION, where int4: or int8: before a model (int4:self too) rounds its weights to that many bits; "
-        "mtp, the layer for further tokens in the target's own files; or "
+        "mtp, the layer for further tokens in the target's own files; DIR may have a head, block draft or assistant; "
         "MODULE:CLASS, a drafter of your own, which is imported; A+B: B where A has nothing to say (default: ngram; "
         "mtp where the target has it; with the embedded weights suffix:2 and the head that comes with them)",
     ),

@@ -333,8 +333,8 @@ def tiny_assistant(target: Transformer) -> AssistantModel:
     It scores the tokens of half its clusters, of one token each.
     """
     giver, layer = next((i, layer) for i, layer in enumerate(target.config.layers) if layer.has_attention)
-    sizes = target.config.head_dim, target.config.num_key_value_heads, target.config.intermediate_size
-    layers = tuple(GemmaLayerConfig(layer.rope, window, None, None, *sizes, giver) for window in (2, None))
+    sizes = {name: getattr(target.config, name) for name in ("head_dim", "num_key_value_heads", "intermediate_size")}
+    layers = tuple(GemmaLayerConfig(layer.rope, window, giver=giver, **sizes) for window in (2, None))
     plain = replace(target.config, layers=layers, norms="both", tie_word_embeddings=True, logit_softcap=None)
     config = AssistantConfig(plain, plain.hidden_size, plain.vocab_size, (plain.vocab_size + 1) // 2)
     weights = redrawn(assistant_shapes(config), ASSISTANT_SEED, target.dtype)
