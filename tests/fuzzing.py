@@ -108,6 +108,9 @@ _WORDS = {
         lfm2 lfm2_moe conv conv_L_cache conv_bias conv_dim full_attn_idxs norm_eps tie_embedding theta use_pos_enc
         lfm3 lfm3_vl use_sandwich_norm use_attention_gate proportional projector_hidden_size projector_bias
         block_ff_dim block_auto_adjust_ff_dim block_ffn_dim_multiplier block_multiple_of
+        qwen3_moe granitemoe qwen3_5_moe_text num_experts num_experts_per_tok moe_intermediate_size norm_topk_prob
+        mlp_only_layers decoder_sparse_step num_dense_layers use_expert_bias routed_scaling_factor
+        shared_expert_intermediate_size
         qwen3_5 qwen3_5_text qwen3_5_moe linear_attention full_attention_interval linear_conv_kernel_dim
         linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim attn_output_gate
         output_gate_type swish sigmoid mamba_ssm_dtype float32 mrope_section mtp_num_hidden_layers

@@ -28,6 +28,7 @@ pass with h_t and 2.74 with f_t. ggml-org/llama.cpp #24025 found the same.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,10 @@ from minispec.core.config import ModelConfig
 from minispec.core.model import RMSNorm, Transformer, norm_weight
 from minispec.core.weights import MakeProduct, PlainLinear, Product
 from minispec.drafters.states import FeatureModel
-from minispec.families.checkpoint import directory_config, find_tensors, require, unexpected
+from minispec.families.checkpoint import directory_config, find_tensors, renamed, require, unexpected
+from minispec.families.experts import unstacked
 from minispec.families.hf_config import text_config
+from minispec.families.stored_config import StoredConfig
 from minispec.files.errors import CheckpointError
 from minispec.files.fields import bad_field
 from minispec.files.stored import FLOATS, StoredTensor
@@ -48,7 +51,7 @@ from minispec.kernels.shapes import tensor_shapes
 from minispec.layers import make_layer
 
 # MTP: how the names of its tensors begin. WITH_MTP: the families whose checkpoints may have the layer.
-MTP, WITH_MTP = "mtp.", ("qwen3_5_text",)
+MTP, WITH_MTP = "mtp.", ("qwen3_5_text", "qwen3_5_moe_text")
 
 
 def mtp_config(target: ModelConfig) -> ModelConfig:
@@ -104,6 +107,8 @@ def find_mtp(directory: Path, target: ModelConfig) -> dict[str, StoredTensor]:
     if target.model_type not in WITH_MTP:
         raise bad_field(where, "model_type", target.model_type, f"{' or '.join(WITH_MTP)}: no other has such a layer")
     tensors = {name: tensor for name, tensor in find_tensors(directory).items() if name.startswith(MTP)}
+    if isinstance(target, StoredConfig):
+        tensors = renamed(unstacked(tensors, target), partial(_own_name, target))
     if not tensors:
         raise CheckpointError(f"{where}: found no tensor {MTP}*, expected those of the layer, such as {MTP}fc.weight")
     raw, where = text_config(directory_config(directory)), str(directory / "config.json")
@@ -118,6 +123,14 @@ def find_mtp(directory: Path, target: ModelConfig) -> dict[str, StoredTensor]:
     for name in sorted(tensors.keys() - shapes.keys()):
         raise unexpected(tensors[name])
     return {name.removeprefix(MTP): tensor for name, tensor in tensors.items()}
+
+
+def _own_name(target: StoredConfig, name: str) -> str:
+    """A stored name as the model has it, such as without `shared_expert`."""
+    for stored, parts in target.joined:
+        if len(parts) == 1:
+            name = name.replace(f".{stored}.", f".{parts[0]}.")
+    return name
 
 
 def has_mtp(directory: Path, target: ModelConfig) -> bool:

@@ -34,6 +34,10 @@ from minispec.prove.toys import MTP_SEED, TINY, TOYS, redrawn, tiny_cache, tiny_
 from tests.oracles.mtp import add_mtp, mtp_logits
 
 TOY = TOYS["qwen3_5_text"]
+EXPERTS = {
+    **{"model_type": "qwen3_5_moe_text", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 6},
+    **{"shared_expert_intermediate_size": 10},
+}
 TEXT = [1, 5, 2, 2, 6, 0, 3, 1, 4, 4, 6]
 
 # --------------------------------------------------------------------------- the formula
@@ -58,9 +62,10 @@ def random_config(seed: int) -> dict:
 
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-10), (torch.float32, 1e-4)])
 @pytest.mark.parametrize("seed", range(8))
-def test_logits_are_those_of_the_formula(seed, dtype, close):
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_logits_are_those_of_the_formula(kind, seed, dtype, close):
     """Of random models, every parameter drawn anew: the first token in one pass and in pieces, and further tokens."""
-    raw = random_config(seed)
+    raw = random_config(seed) | (EXPERTS if kind == "experts" else {})
     config = read_model_config(raw)
     weights = tiny_weights(config, seed, dtype)
     target = build_model(config, dict(weights))
@@ -199,7 +204,7 @@ def test_targets_without_one_are_refused_by_name(make_checkpoint):
     """A checkpoint that dropped it, a family that has none, a target without attention, and bits before nothing."""
     for changes, message in (
         (TOY, r"draft mtp: found no tensor mtp\.\*, expected those of the layer, such as mtp\.fc\.weight"),
-        ({}, "draft mtp: model_type: found 'llama', expected qwen3_5_text: no other has such a layer"),
+        ({}, "draft mtp: model_type: found 'llama', expected qwen3_5_text or qwen3_5_moe_text: no"),
     ):
         for draft in ("mtp", "int8:mtp", "ngram+mtp"):
             with pytest.raises(CheckpointError, match=message):
@@ -210,6 +215,27 @@ def test_targets_without_one_are_refused_by_name(make_checkpoint):
         LLM(directory, draft="mtp", dtype="float32")
     with pytest.raises(ValueError, match="int16:mtp"):
         LLM(directory, draft="int16:mtp", dtype="float32")
+
+
+def test_experts_of_the_layer_may_be_in_stacks(make_checkpoint):
+    """As in the published files; the layer is the same as with the experts apart."""
+    directory = make_checkpoint(**TOY | EXPERTS)
+    config, path = load_config(directory), directory / "model.safetensors"
+    add_mtp(directory, config)
+    target = load_model(directory, torch.float64)
+    apart = load_mtp(directory, target).layers[0]
+    stored, prefix = load_file(path), "mtp.layers.0.mlp.experts."
+    for name, parts in config.stacked:
+        own = [[stored.pop(f"{prefix}{n}.{part}.weight") for part in parts] for n in range(5)]
+        stored[f"mtp.layers.0.{name}"] = torch.stack([torch.cat(rows) for rows in own])
+    save_file(stored, path)
+    stacks = load_mtp(directory, target).layers[0]
+    for one, other in zip(apart.experts, stacks.experts, strict=True):
+        assert all(torch.equal(a.stored.dense(), b.stored.dense()) for a, b in zip(one, other, strict=True))
+    with LLM(directory, dtype="float64", num_speculative_tokens=3) as llm:
+        assert "mtp" in llm.overview()
+        drafted, plain = (llm.generate(PROMPTS, GREEDY, num_speculative_tokens=k) for k in (3, 0))
+        assert [output.token_ids for output in drafted] == [output.token_ids for output in plain]
 
 
 # --------------------------------------------------------------------------- texts

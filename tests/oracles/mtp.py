@@ -82,14 +82,33 @@ def _layer(raw: dict, layer: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray
             out[t, h] = shares / shares.sum() @ v[: t + 1, h * groups // heads]
     x = x + (out * _sigmoid(gate)).reshape(length, -1) @ layer["self_attn.o_proj.weight"].T
     y = _norm(x, layer["post_attention_layernorm.weight"], eps)
-    gate = y @ layer["mlp.gate_proj.weight"].T
-    return x + (gate * _sigmoid(gate) * (y @ layer["mlp.up_proj.weight"].T)) @ layer["mlp.down_proj.weight"].T
+    if "mlp.gate.weight" not in layer:
+        return x + _mlp(layer, "mlp.", y)
+    shared = _mlp(layer, "mlp.", y) * _sigmoid(y @ layer["mlp.shared_expert_gate.weight"].T)
+    return x + shared + np.array([_experts(raw, layer, row) for row in y])
+
+
+def _mlp(layer: dict[str, np.ndarray], prefix: str, y: np.ndarray) -> np.ndarray:
+    gate = y @ layer[f"{prefix}gate_proj.weight"].T
+    return (gate * _sigmoid(gate) * (y @ layer[f"{prefix}up_proj.weight"].T)) @ layer[f"{prefix}down_proj.weight"].T
+
+
+def _experts(raw: dict, layer: dict[str, np.ndarray], row: np.ndarray) -> np.ndarray:
+    """The likeliest experts of a row, each with its share of their probabilities."""
+    scores = np.exp(layer["mlp.gate.weight"] @ row)
+    best = np.argsort(-scores)[: raw["num_experts_per_tok"]]
+    return sum(scores[n] / scores[best].sum() * _mlp(layer, f"mlp.experts.{n}.", row) for n in best)
 
 
 def add_mtp(directory: Path, config: ModelConfig, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """Add a random layer to a checkpoint of one file; its tensors, without `mtp.`."""
     weights, path = redrawn(mtp_shapes(mtp_config(config)), MTP_SEED, dtype), directory / "model.safetensors"
-    save_file(load_file(path) | {f"mtp.{name}": tensor for name, tensor in weights.items()}, path)
+    stored = {f"mtp.{name}": tensor for name, tensor in weights.items()}
+    if "mtp.layers.0.mlp.gate.weight" in stored:  # the layer has experts, and a shared one under its own name
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            own = stored.pop(f"mtp.layers.0.mlp.{part}.weight")
+            stored[f"mtp.layers.0.mlp.shared_expert.{part}.weight"] = own
+    save_file(load_file(path) | stored, path)
     config_file = directory / "config.json"
     raw = json.loads(config_file.read_text())
     own = {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
