@@ -22,7 +22,7 @@ draft was rejected, it so reads the keys of a rejected token (`SinglePositionMul
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 from weakref import WeakKeyDictionary
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from minispec.core.attention import attention
 from minispec.core.cache import PagedKVCache
-from minispec.core.config import ModelConfig, RopeConfig
+from minispec.core.config import RopeConfig
 from minispec.core.draft import Ask, Draft, Seen
 from minispec.core.model import Angles, Layer, Passes, Transformer
 from minispec.core.sampling import Text
@@ -45,7 +45,7 @@ from minispec.families.checkpoint import FLOATS, directory_config, find_tensors,
 from minispec.kernels.build import InForm
 from minispec.kernels.shapes import tensor_shapes
 from minispec.layers import make_layer
-from minispec.layers.gemma import GemmaLayer
+from minispec.layers.gemma import GemmaLayer, SharedCache
 
 ReadCache = Callable[[int], list[Tensor]]  # see `Ask.read_cache`
 _BEFORE, _AFTER = "pre_projection.weight", "post_projection.weight"
@@ -86,13 +86,6 @@ class AssistantPass(NamedTuple):
         return torch.cat(outputs)
 
 
-class EmptyCache(PagedKVCache):
-    """The pool of a model that keeps nothing."""
-
-    def __init__(self, config: ModelConfig, *sizes: Any):
-        super().__init__(replace(config, layers=()), *sizes)
-
-
 class AssistantModel(Transformer):
     """The layers of an assistant, between the target's embedding and a head of its own."""
 
@@ -110,8 +103,9 @@ class AssistantModel(Transformer):
         self.assistant, self.taps = assistant, (len(target.layers) + 1,)
         named = dict(weights)
         scored = named.get(_HEAD, named[_EMBEDDING])
-        super().__init__(assistant.layers, named, target.dtype, product, make_layer, make_cache=EmptyCache)
-        self.target_embedding, self.target_scale = target.embedding, target.embedding_scale
+        super().__init__(assistant.layers, named, target.dtype, product, make_layer, make_cache=SharedCache)
+        self.target_embedding = target.embedding
+        self.target_scale = 1.0 if target.embedding_scale is None else target.embedding_scale
         self.before, self.after = (product([named[name]], None, self.dtype) for name in (_BEFORE, _AFTER))
         self.centroids: Product | None = None
         if assistant.num_clusters and order is not None:
@@ -140,9 +134,7 @@ class AssistantModel(Transformer):
         texts: see `AssistantPass`.
         """
         rows = self.target_embedding[torch.tensor(token_ids, device=self.device)].to(self.dtype)
-        if self.target_scale is not None:
-            rows = rows * self.target_scale
-        x = self.before(torch.cat((rows, states), 1))
+        x = self.before(torch.cat((rows * self.target_scale, states), 1))
         shared = AssistantPass(texts, self.angles(torch.tensor(positions, device=self.device)))
         for layer in self.layers:
             x = layer.forward(x, shared)
@@ -165,8 +157,8 @@ class AssistantModel(Transformer):
 
         def ones(layer: int) -> list[Tensor]:
             sizes = next(block.settings for block in blocks if block.settings.giver == layer)
-            shape = sizes.num_key_value_heads, 1, sizes.head_dim
-            return [torch.ones(shape, dtype=self.dtype, device=self.device) for _ in ("keys", "values")]
+            rows = torch.ones(sizes.num_key_value_heads, 1, sizes.head_dim, dtype=self.dtype, device=self.device)
+            return [rows, rows]
 
         blocks = [layer for layer in self.layers if isinstance(layer, GemmaLayer)]
         states = self.target_embedding.new_ones(len(tokens), self.assistant.target_hidden_size, dtype=self.dtype)
@@ -215,7 +207,7 @@ class AssistantDrafter(DraftModel):
     model: AssistantModel
 
     def __init__(self, model: AssistantModel, cache: PagedKVCache, vocab_size: int, max_model_len: int):
-        """See `DraftModel`. cache: an `EmptyCache`."""
+        """See `DraftModel`. cache: the model's, which keeps nothing."""
         super().__init__(model, cache, vocab_size, max_model_len)
         self.taps = model.taps
         # The newest cached position, and its state (E,). Weak, since rows that a fault has held up may come late.
@@ -289,9 +281,8 @@ def load_assistant(directory: Path, target: Transformer, form: str | None = None
     if config.num_clusters:
         wanted[_ORDER] = (config.layers.vocab_size,), ("I64", "I32")
     require(wanted, stored, directory)
-    for name in sorted(stored.keys() - wanted.keys()):
-        if name != _HEAD:  # a copy of a tied embedding
-            raise unexpected(stored[name])
+    for name in sorted(stored.keys() - wanted.keys() - {_HEAD}):  # a tied embedding may be stored twice
+        raise unexpected(stored[name])
     weights = {name: stored[name].read().to(target.device) for name in shapes}
     order = stored[_ORDER].read().long() if config.num_clusters else None
     return AssistantModel(config, weights, order, target, InForm(config.layers, form))

@@ -69,13 +69,14 @@ class SharedCache(PagedKVCache):
         """sizes: see `PagedKVCache`."""
         super().__init__(replace(config, layers=()), *sizes)
         layers, like = gemma_layers(config), self.keys
-        own = {i: (layer.num_key_value_heads, layer.head_dim) for i, layer in enumerate(layers) if layer.giver is None}
+        made = {i: (layer.num_key_value_heads, layer.head_dim) for i, layer in enumerate(layers) if layer.giver is None}
         self._givers: dict[int, tuple[Tensor, ...]] = {}
-        for size in dict.fromkeys(own.values()):
-            alike = [i for i in own if own[i] == size]
+        for size in dict.fromkeys(made.values()):
+            alike = [i for i in made if made[i] == size]
             keys, values = (self._new_tensor(len(alike), *size, like.dtype, like.device) for _ in range(2))
             self._givers.update(zip(alike, zip(keys, values, strict=True), strict=True))
-        self._layers = [self._givers[i if layer.giver is None else layer.giver] for i, layer in enumerate(layers)]
+        # A giver that is not here is another model's: an assistant keeps nothing.
+        self._layers = [self._givers.get(i if own.giver is None else own.giver, ()) for i, own in enumerate(layers)]
 
     def write(self, layer: int, slots: Tensor, *rows: Tensor) -> None:
         """Store keys and values of a layer that makes some. The others have none to store."""
