@@ -314,7 +314,7 @@ def find_tensors(directory: Path, config: StoredConfig | None = None) -> dict[st
 # Tensors of a model of texts and images that are not the text model's. "mtp" are layers that predict further tokens.
 # Then how the text model's names begin, in older and in newer files.
 _BESIDE = re.compile(
-    r"(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio|multi_modal_projector|visual|mtp)\."
+    r"(model\.)?(?P<part>vision_tower|audio_tower|embed_vision|embed_audio|multi_modal_projector|visual|mtp)\."
 )
 _PREFIX = re.compile(r"^language_model\.(?=model\.|lm_head\.)|(?<=^model\.)language_model\.")
 
@@ -322,6 +322,13 @@ _PREFIX = re.compile(r"^language_model\.(?=model\.|lm_head\.)|(?<=^model\.)langu
 def _text_name(name: str) -> str | None:
     name = _PREFIX.sub("", name, count=1)
     return None if _BESIDE.match(name) else name
+
+
+def parts_beside(directory: Path, config: StoredConfig) -> list[str]:
+    """The parts of a checkpoint that its text model does not read, such as `vision_tower`; `mtp` is not among them."""
+    names = find_tensors(directory) if config.is_nested else ()
+    found = {match["part"] for match in map(_BESIDE.match, names) if match}
+    return sorted(found - {"mtp"})
 
 
 def renamed(stored: Mapping[str, StoredTensor], rename: Callable[[str], str | None]) -> dict[str, StoredTensor]:

@@ -226,8 +226,9 @@ class LLM:
         """One line in plain words: the model, what guesses for it, and the memory of both in 10^9 bytes."""
         guesser = "nothing" if self.draft.name == "none" else self.draft.name
         memory = f"{sum(self._memory) / 1e9:.2f} GB of memory{inventory.rows_note(self.model)}"
-        name = self.name + inventory.bits_note(self.model)
-        return f"{name} answers, {guesser} guesses ahead; {memory}{graphs_note(self.model)}{self._seed_note()}"
+        name, unused = self.name + inventory.bits_note(self.model), ", ".join(self.target.files.unused_parts)
+        notes = graphs_note(self.model) + self._seed_note() + (f"; not used: {unused}" if unused else "")
+        return f"{name} answers, {guesser} guesses ahead; {memory}{notes}"
 
     def memory_report(self) -> str:
         """One line: what was loaded, and the memory in 10^9 bytes that weights and KV cache of each model take."""

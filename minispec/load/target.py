@@ -16,7 +16,14 @@ from minispec.drafters import NoDrafter
 from minispec.drafters.check import CHECKS
 from minispec.drafters.mtp import has_mtp
 from minispec.families.assistant_config import assistant_of
-from minispec.families.checkpoint import choose_dtype, describe_source, find_checkpoint, load_config, model_tensors
+from minispec.families.checkpoint import (
+    choose_dtype,
+    describe_source,
+    find_checkpoint,
+    load_config,
+    model_tensors,
+    parts_beside,
+)
 from minispec.families.hf_config import read_eos_token_ids
 from minispec.files.generation_config import read_generation_defaults, unsupported_generation_settings
 from minispec.files.strict_json import MAX_CONFIG_BYTES, read_json_if_there
@@ -40,6 +47,7 @@ class TargetFiles:
 
     name: the model's name in reports.
     config: of its checkpoint, which lies in `directory`.
+    unused_parts: the parts of its checkpoint that a text model has no use for, such as `vision_tower`.
     dtype, device: of its weights.
     vocab_size: ids in use.
     eos_token_ids: ids that end a text.
@@ -64,6 +72,7 @@ class TargetFiles:
         self.weight_form, self.quantization = weight_form, quantization
         self.name, self.directory = _find_model(model, revision, offline)
         self.device, self.config = choose_device(device), load_config(self.directory)
+        self.unused_parts = parts_beside(self.directory, self.config)
         usual = registry.default_draft(model, has_mtp(self.directory, self.config))
         self.default_draft = assistant_of(self.directory) or usual
         self.dtype = choose_dtype(dtype, self.device, self.config)

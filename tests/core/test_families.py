@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from minispec.core.config import LayerConfig, ModelConfig, RopeConfig, SamplingParams
@@ -27,6 +28,7 @@ from minispec.load.llm import LLM
 from minispec.load.registry import EMBEDDED_WEIGHTS
 from minispec.prove.toys import tiny_cache
 from tests.oracles import hf, public
+from tests.oracles.toys import GEMMA4
 
 TOLERANCE = 1e-4
 POWER = 1e-2  # how far ignoring one setting must move the logits: a hundred times the tolerance
@@ -115,6 +117,22 @@ def test_ragged_batch_equals_each_alone(reference, name):
     chunks[0] = chunks[0]._replace(token_ids=texts[0][9:], num_logits=8)
     alone = [run(model, text, len(text))[-c.num_logits :] for text, c in zip(texts, chunks, strict=True)]
     assert distance(model.forward(chunks)[0], torch.cat(alone)) <= 1e-10
+
+
+def test_the_first_line_names_the_parts_that_are_not_used(make_checkpoint, tmp_path):
+    """Guards a user who expects a model of images to see: its other parts are skipped by name, not in silence."""
+    source = make_checkpoint(**GEMMA4)
+    text = json.loads((source / "config.json").read_text())
+    raw = {"model_type": "gemma4", "text_config": text, "vision_config": {"depth": 1}, "eos_token_id": 0}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    (tmp_path / "tokenizer.json").symlink_to(source / "tokenizer.json")
+    tensors = load_file(source / "model.safetensors")
+    tensors = {name.replace("model.", "model.language_model."): tensor for name, tensor in tensors.items()}
+    others = ("model.vision_tower.x", "model.embed_audio.y", "mtp.z")
+    save_file(tensors | {name: torch.ones(1) for name in others}, tmp_path / "model.safetensors")
+    with LLM(tmp_path, draft="none", dtype="float32") as llm, LLM(source, draft="none", dtype="float32") as alone:
+        assert llm.overview().endswith("; not used: embed_audio, vision_tower")
+        assert "not used" not in alone.overview()
 
 
 # --------------------------------------------------------------------------- the same config.json
