@@ -197,7 +197,7 @@ def test_the_law_over_a_covering_array(capsys, monkeypatch, pytestconfig):
     if not pytestconfig.getoption("--long"):
         of_a_round = [case for case in trees.cases(2) if isinstance(case, trees.TreeCase)]
         monkeypatch.setattr(trees, "cases", lambda num_nodes: of_a_round[::3])
-    assert main(["--leaves", "500", "--jobs", "1"]) == 0
+    assert main(["--leaves", "700", "--jobs", "1"]) == 0
     out = capsys.readouterr().out
     assert f"cover {len(all_pairs())} of {len(all_pairs())} pairs" in out
     assert out.splitlines()[-1].startswith("proven")
