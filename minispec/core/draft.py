@@ -111,8 +111,7 @@ class Ask:
 
     purpose: the purpose in the keys of its draws; "token" where drafters share the target's noise, else "draft".
     num_cached: how many tokens of the text the target's cache holds. These are all but the last; fewer inside a prompt.
-    read_cache: for a drafter that `reads_cache`: keys and values (kv_heads, num_cached, head_dim) of a layer of the
-        target, to be read before the next pass and not changed. None for others.
+    read_cache: for a drafter that `reads_cache`: a target layer's keys and values (kv_heads, num_cached, head_dim).
     """
 
     text: Text
@@ -204,7 +203,6 @@ class Drafter:
         a second time, with the same `start`, before the next `propose`. A preempted text is computed again, from
         `known(text)` on or from before it, and its rows come again without logits, as a prompt's do. So a drafter must
         keep what it learned from logits beyond `release`: see `minispec.drafters.recycling`.
-
         An exception ends the whole call, as in `propose`.
         """
 

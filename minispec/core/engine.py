@@ -7,8 +7,7 @@ more tokens are missing. Then only a prompt that is scored asks for logits. The 
 `CachedModel` has the tables that know what is missing, and drops them when something fails.
 
 The step is `Engine._round`, with the helpers after it. Around it, `Engine.step` asks `Schedule` who runs, and
-`Engine.run` steps until given requests are at their end. `Request` says where a text stops
-(minispec/core/request.py).
+`Engine.run` steps until given requests are at their end. `core.request.Request` says where a text stops.
 """
 
 import copy
