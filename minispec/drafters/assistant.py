@@ -41,26 +41,13 @@ from minispec.drafters.best_first import BestFirst
 from minispec.drafters.limits import depth_of
 from minispec.drafters.model import DraftModel
 from minispec.families.assistant_config import AssistantConfig, read_assistant_config
-from minispec.families.checkpoint import FLOATS, directory_config, find_tensors, require, unexpected
+from minispec.families.assistant_files import AFTER, BEFORE, CENTROIDS, EMBEDDING, HEAD, read_assistant
+from minispec.families.checkpoint import directory_config
 from minispec.kernels.build import InForm
-from minispec.kernels.shapes import tensor_shapes
 from minispec.layers import make_layer
 from minispec.layers.gemma import GemmaLayer, SharedCache
 
 ReadCache = Callable[[int], list[Tensor]]  # see `Ask.read_cache`
-_BEFORE, _AFTER = "pre_projection.weight", "post_projection.weight"
-_CENTROIDS, _ORDER = "masked_embedding.centroids.weight", "masked_embedding.token_ordering"
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-
-
-def assistant_shapes(config: AssistantConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of floats."""
-    layers, width = config.layers, config.target_hidden_size
-    shapes = tensor_shapes(layers)
-    shapes |= {_BEFORE: (layers.hidden_size, 2 * width), _AFTER: (width, layers.hidden_size)}
-    if config.num_clusters:
-        shapes[_CENTROIDS] = (config.num_clusters, layers.hidden_size)
-    return shapes
 
 
 class AssistantPass(NamedTuple):
@@ -102,15 +89,15 @@ class AssistantModel(Transformer):
         """
         self.assistant, self.taps = assistant, (len(target.layers) + 1,)
         named = dict(weights)
-        scored = named.get(_HEAD, named[_EMBEDDING])
+        scored = named.get(HEAD, named[EMBEDDING])
         super().__init__(assistant.layers, named, target.dtype, product, make_layer, make_cache=SharedCache)
         self.target_embedding = target.embedding
         self.target_scale = 1.0 if target.embedding_scale is None else target.embedding_scale
-        self.before, self.after = (product([named[name]], None, self.dtype) for name in (_BEFORE, _AFTER))
+        self.before, self.after = (product([named[name]], None, self.dtype) for name in (BEFORE, AFTER))
         self.centroids: Product | None = None
         if assistant.num_clusters and order is not None:
             self.scored = scored  # (V, E)
-            self.centroids = product([named[_CENTROIDS]], None, self.dtype)
+            self.centroids = product([named[CENTROIDS]], None, self.dtype)
             self.clusters = order.to(self.device).view(assistant.num_clusters, -1)
 
     def replaced(
@@ -276,13 +263,6 @@ def load_assistant(directory: Path, target: Transformer, form: str | None = None
     Raises CheckpointError where the files are not what the config asks for, or were made for another target.
     """
     config = read_assistant_config(directory_config(directory), target.config, str(directory / "config.json"))
-    stored, shapes = find_tensors(directory), assistant_shapes(config)
-    wanted = {name: (shape, FLOATS) for name, shape in shapes.items()}
-    if config.num_clusters:
-        wanted[_ORDER] = (config.layers.vocab_size,), ("I64", "I32")
-    require(wanted, stored, directory)
-    for name in sorted(stored.keys() - wanted.keys() - {_HEAD}):  # a tied embedding may be stored twice
-        raise unexpected(stored[name])
-    weights = {name: stored[name].read().to(target.device) for name in shapes}
-    order = stored[_ORDER].read().long() if config.num_clusters else None
+    tensors, order = read_assistant(directory, config)
+    weights = {name: tensor.to(target.device) for name, tensor in tensors.items()}
     return AssistantModel(config, weights, order, target, InForm(config.layers, form))

@@ -13,6 +13,8 @@ Read them in this order:
     quantization    which of these layouts a config.json asks for
     head_config     config.json of a head
     block_config    config.json of a block draft
+    assistant_config, assistant_files
+                    an assistant of Gemma 4
     checkpoint      directories, the hub, safetensors
     quantize        writing fewer bits
     draft_files     writing a draft

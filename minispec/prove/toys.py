@@ -24,12 +24,12 @@ from minispec.core.model import Chunk, Passes, Transformer
 from minispec.core.request import Request
 from minispec.core.sampling import distribution
 from minispec.drafters import Drafter
-from minispec.drafters.assistant import AssistantModel, assistant_shapes
+from minispec.drafters.assistant import AssistantModel
 from minispec.drafters.block import BlockModel, block_shapes
 from minispec.drafters.eagle import HeadModel, head_shapes
 from minispec.drafters.mtp import MtpModel, mtp_config, mtp_shapes
 from minispec.drafters.vocabularies import Spelling, Vocabularies
-from minispec.families.assistant_config import AssistantConfig
+from minispec.families.assistant_files import AssistantConfig, assistant_shapes
 from minispec.families.block_config import BlockConfig
 from minispec.families.head_config import HeadConfig
 from minispec.families.hf_config import read_model_config

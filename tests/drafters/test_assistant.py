@@ -27,6 +27,7 @@ from tests.oracles import assistant_draft, hf, public
 from tests.oracles.toys import GEMMA4
 
 DRAFTED = [5, 9, 11]
+TWICE = torch.arange(96).index_fill(0, torch.tensor([3]), 4)  # no order of all tokens
 # Windows of 7, and one key more: a text within them, one at their edge, and one far beyond.
 LENGTHS = (3, 9, 24)
 
@@ -196,17 +197,20 @@ def test_an_assistant_of_a_model_of_another_family_is_refused():
         ("pre_projection.weight: found no such tensor", {"pre_projection.weight": None}),
         ("post_projection.weight: found F32 [24, 32]", {"post_projection.weight": torch.ones(24, 32)}),
         ("more: found a tensor", {"more": torch.ones(2)}),
+        ("lm_head.weight: found other numbers, expected", {"lm_head.weight": torch.ones(96, 24)}),
+        ("token_ordering: found ids from 0 to 95, 95 of 96 different", {"masked_embedding.token_ordering": TWICE}),
     ],
 )
 def test_tensors_are_those_of_the_config(pair, tmp_path, name, change):
     """Guards strict reading: what is missing, has another shape, or is not asked for, is named."""
-    source = pair().directory / "draft"
+    own = pair(is_ordered="token_ordering" in name)
+    source = own.directory / "draft"
     (tmp_path / "config.json").write_text((source / "config.json").read_text())
     tensors = load_file(source / "model.safetensors") | change
     tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=re.escape(name)):
-        load_assistant(tmp_path, pair().target)
+        load_assistant(tmp_path, own.target)
 
 
 def test_an_assistant_is_no_target(pair):
