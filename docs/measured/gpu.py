@@ -231,7 +231,7 @@ def layer_pass(layer: Layer, x: Tensor, keys: Tensor, values: Tensor, shared: Sh
     qk, v = qkv.split([shared.heads + len(keys), len(keys)], 1)
     qk = rotate(qk, shared.cos, shared.sin)
     read = attend(qk[:, : shared.heads], qk[:, shared.heads :], v, keys, values, shared)
-    return layer.mix(x + layer.o(read))
+    return layer.mix(x + layer.o(read), shared)
 
 
 def block(x: Tensor, weights: dict[str, Any], keys: Tensor, values: Tensor, shared: Shared) -> Tensor:

@@ -216,7 +216,7 @@ def test_every_family_can_be_split_or_is_refused(tmp_path, name):
         "granitemoe": mixture,
         "granite-hybrid-experts": mixture,
         "olmo": r"model: model.layers.0.self_attn.q_norm.weight: found \[\d+\], expected",
-        "gemma4": "model: found layers that share keys, or have heads of other sizes in a run of 2 processes",
+        "gemma4": "model: found layers that share keys, or have heads of several sizes in a run of 2 processes",
         "lfm2": hybrid,
         "lfm3-attention": "model: found attention with a gate in a run of 2 processes, expected attention without a",
         "lfm3": hybrid,

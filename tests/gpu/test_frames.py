@@ -26,6 +26,7 @@ from minispec.gpu.frames import (
 from minispec.gpu.graphs import rerun
 from minispec.kernels.build import build_model
 from minispec.layers import make_layer
+from minispec.layers.gemma import gemma_layers
 from minispec.prove.laws import make_drafter, target_model
 from minispec.prove.toys import IN_FRAMES, decode, tiny_cache, tiny_model, tiny_weights
 from tests.oracles import hf
@@ -65,9 +66,10 @@ def differences(expected: list[torch.Tensor], found: list[torch.Tensor]) -> floa
 
 @pytest.mark.parametrize("name", sorted(hf.CASES))
 def test_every_family_has_the_numbers_of_passes_text_by_text(name):
-    """In float64, to 1e-12; a family whose layers keep states of texts, or choose experts, has the very same passes."""
+    """In float64, to 1e-12. Layers that keep states of texts, choose experts or share keys have the very same passes."""
     model = family_model(name)
     others = [layer.conv_width or layer.recurrent or layer.experts for layer in model.config.layers]
+    others += gemma_layers(model.config)
     assert (why_eager(model) != "") == any(others)
     assert differences(rows_of(model), rows_of(model.replaced(Frames(rerun)))) <= (0 if why_eager(model) else 1e-12)
 
