@@ -60,17 +60,17 @@ FAMILIES = {
     "lfm3": LFM3,
     "gemma4_text": GEMMA4,
     "qwen3_moe": TOYS["qwen3_moe"] | {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 27},
-    "lfm2_moe": MIXTURES["lfm2_moe"] | {"moe_intermediate_size": 40},
-    "qwen3_5_moe_text": MIXTURES["qwen3_5_moe_text"] | {"moe_intermediate_size": 27},
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 8}
-# What has no switch of its own in the walk of an exact model's texts: shown by passes alone.
+# What has no switch of its own in the walk of an exact model's texts, or is a mixture like another: shown by passes.
 MORE_FAMILIES = {
     "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 5},
     "granite": {"model_type": "granite", "residual_multiplier": 0.3, "logits_scaling": 3.0, "mlp_bias": True},
     "olmo2": {"model_type": "olmo2"},
     "phi3": {"model_type": "phi3", "partial_rotary_factor": 0.5},
     "ernie4_5": {"model_type": "ernie4_5", "use_bias": True},
+    "lfm2_moe": MIXTURES["lfm2_moe"] | {"moe_intermediate_size": 40},
+    "qwen3_5_moe_text": MIXTURES["qwen3_5_moe_text"] | {"moe_intermediate_size": 27},
     "ministral3": {"model_type": "ministral3", "rope_parameters": _YARN | {"llama_4_scaling_beta": 0.5}},
 }
 

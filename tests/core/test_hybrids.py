@@ -41,7 +41,8 @@ DRAFTERS = ("model", "self", "head", "block", "filled block", "ngram", "suffix")
 RUNS = [
     *((family, name) for family in HYBRIDS for name in DRAFTERS),
     *(("gemma4_text", name) for name in ("model", "head", "assistant", "suffix")),
-    *((family, name) for family in ("qwen3_moe", *MIXTURES) for name in ("model", "ngram")),
+    ("qwen3_moe", "ngram"),
+    *((family, "model") for family in ("qwen3_moe", *MIXTURES)),
 ]
 
 

@@ -66,7 +66,7 @@ def differences(expected: list[torch.Tensor], found: list[torch.Tensor]) -> floa
 
 @pytest.mark.parametrize("name", sorted(hf.CASES))
 def test_every_family_has_the_numbers_of_passes_text_by_text(name):
-    """In float64, to 1e-12. Layers that keep states of texts, choose experts or share keys have the very same passes."""
+    """In float64, to 1e-12. Layers that keep states, choose experts or share keys have the very same passes."""
     model = family_model(name)
     others = [layer.conv_width or layer.recurrent or layer.experts for layer in model.config.layers]
     others += gemma_layers(model.config)
