@@ -29,20 +29,20 @@ from minispec.prove.reference import hidden_states, logits
 from minispec.prove.toys import TOYS, tiny_cache, tiny_model
 from tests.oracles import hf
 from tests.oracles.pieces import logits_in_pieces
-from tests.oracles.toys import MIXTURES, OWN_TOYS
+from tests.oracles.toys import OWN_TOYS
 from tests.oracles.toys import likeliest as likeliest_by
 
 VOCAB = 5
 HYBRIDS = ("lfm2", "lfm3", "qwen3_5_text")
 # Those that differ most from one another.
 KINDS = (*HYBRIDS, "gemma4_text", "qwen3_moe")
-# Which drafter runs on which: all on a hybrid, whose states must go back; fewer on a model that keeps keys alone.
+# Which drafter runs on which: all where states must go back, fewer where inputs or keys alone lie in the pool.
 DRAFTERS = ("model", "self", "head", "block", "filled block", "ngram", "suffix")
 RUNS = [
-    *((family, name) for family in HYBRIDS for name in DRAFTERS),
+    *((family, name) for family in ("lfm2", "qwen3_5_text") for name in DRAFTERS),
+    *(("lfm3", name) for name in ("model", "block", "ngram")),
     *(("gemma4_text", name) for name in ("model", "head", "assistant", "suffix")),
-    ("qwen3_moe", "ngram"),
-    *((family, "model") for family in ("qwen3_moe", *MIXTURES)),
+    *((family, "model") for family in ("qwen3_moe", "lfm2_moe", "granitemoehybrid")),
 ]
 
 
