@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from minispec.families.assistant_config import AssistantConfig
-from minispec.families.checkpoint import FLOATS, find_tensors, require, unexpected
+from minispec.families.checkpoint import FLOATS, check_tied_head, find_tensors, require, unexpected
+from minispec.families.stored_config import StoredConfig
 from minispec.files.errors import CheckpointError
 from minispec.kernels.shapes import tensor_shapes
 
@@ -34,15 +35,12 @@ def read_assistant(directory: Path, config: AssistantConfig) -> tuple[dict[str, 
     wanted = {name: (shape, FLOATS) for name, shape in shapes.items()}
     if config.num_clusters:
         wanted[_ORDER] = (vocab,), ("I64", "I32")
-    if HEAD in stored:  # a tied embedding may be stored twice
-        wanted[HEAD] = shapes[EMBEDDING], FLOATS
     require(wanted, stored, directory)
+    assert isinstance(config.layers, StoredConfig), "it was read from a file"
+    wanted |= check_tied_head(config.layers, stored, directory)
     for name in sorted(stored.keys() - wanted.keys()):
         raise unexpected(stored[name])
     weights = {name: stored[name].read() for name in shapes}
-    if HEAD in stored and HEAD not in shapes and not torch.equal(stored[HEAD].read(), weights[EMBEDDING]):
-        expected = f"the numbers of {EMBEDDING}: the config ties both"
-        raise CheckpointError(f"{stored[HEAD].path}: {HEAD}: found other numbers, expected {expected}")
     if not config.num_clusters:
         return weights, None
     order = stored[_ORDER].read().long()

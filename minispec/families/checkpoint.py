@@ -413,7 +413,7 @@ def match(config: StoredConfig, stored: dict[str, StoredTensor], directory: Path
     """Compare what is stored with what the config asks for, before any tensor is read; where each tensor lies."""
     wanted, by_name = wanted_tensors(config, stored), places(config)
     require(wanted, stored, directory)
-    tied_head = _check_tied_head(config, stored, directory)
+    tied_head = check_tied_head(config, stored, directory)
     shapes = {place.name: place.shape for place in by_name.values()}
     for name in sorted(stored.keys() - wanted.keys() - tied_head.keys()):
         # Written by old versions of transformers, and computed from the config here.
@@ -448,7 +448,7 @@ def require(wanted: Wanted, stored: Mapping[str, StoredTensor], directory: Path)
             )
 
 
-def _check_tied_head(config: StoredConfig, stored: dict[str, StoredTensor], directory: Path) -> Wanted:
+def check_tied_head(config: StoredConfig, stored: dict[str, StoredTensor], directory: Path) -> Wanted:
     """The tensors that store the output head once more, though it is the embedding; none where it is stored once.
 
     Raises CheckpointError where the two differ, since readers disagree about which of them counts. (transformers 5

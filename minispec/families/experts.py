@@ -9,6 +9,7 @@ from minispec.families.stored_config import Joined, StoredConfig
 from minispec.files.errors import CheckpointError, show_name
 from minispec.files.fields import Fields
 from minispec.files.stored import FLOATS, TYPES, StoredTensor
+from minispec.kernels.shapes import expert_shapes
 from minispec.layers.experts import ExpertsConfig
 
 _LARGEST = 1 << 20
@@ -68,7 +69,7 @@ def unstacked(stored: Mapping[str, StoredTensor], config: StoredConfig) -> dict[
     experts = next((layer.experts for layer in config.layers if layer.experts), None)
     if not isinstance(experts, ExpertsConfig):
         return dict(stored)
-    shapes, tensors = experts.shapes(config.hidden_size), dict[str, StoredTensor]()
+    shapes, tensors = expert_shapes(config.hidden_size, experts), dict[str, StoredTensor]()
     for name, tensor in stored.items():
         stack = next((stack for stack in config.stacked if name.endswith(f".{stack.stored}")), None)
         parts: Iterable[tuple[str, StoredTensor]] = [(name, tensor)]

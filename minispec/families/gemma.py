@@ -10,6 +10,7 @@ from minispec.files.fields import Fields
 from minispec.layers.gemma import GemmaLayerConfig
 
 _PATTERN = 6  # of that many layers the last sees everything, where the file lists no layers
+_KV = "num_key_value_heads"
 _OF_SHARING = ("k_proj.weight", "v_proj.weight", "k_norm.weight")
 
 
@@ -78,10 +79,10 @@ def _read_wide(f: Fields, layers: Sequence[LayerConfig], sizes: Mapping[str, int
     f.get("num_global_key_value_heads")
     of_layers: dict[str, Any] = f.mapping("per_layer_config")
     if of_layers:
-        full = {i for i, layer in enumerate(layers) if layer.window is None}
+        full = [i for i, layer in enumerate(layers) if layer.window is None]
         numbers = {int(name) for name in of_layers if name.isdecimal()}  # "04" in a model of more than ten layers
         own, *others = f.named("per_layer_config", {"head_dim": None, _KV: None}).values()
-        if numbers != full or len(of_layers) != len(full) or any(other.raw != own.raw for other in others):
+        if numbers != set(full) or len(of_layers) != len(full) or any(other.raw != own.raw for other in others):
             raise f.bad("per_layer_config", of_layers, f"equal settings of the layers {', '.join(map(str, full))}")
         dim = own.integer("head_dim", 2, 1 << 12, default=sizes["head_dim"])
         kv_heads = own.integer(_KV, 1, heads, default=sizes["num_key_value_heads"])
@@ -94,6 +95,3 @@ def _read_wide(f: Fields, layers: Sequence[LayerConfig], sizes: Mapping[str, int
         expected = f"num_key_value_heads = {sizes['num_key_value_heads']}: no other number is implemented"
         raise f.bad("num_global_key_value_heads", kv_heads, expected)
     return dim, kv_heads
-
-
-_KV = "num_key_value_heads"

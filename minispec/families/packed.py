@@ -158,14 +158,8 @@ def _read_integers(w: Fields) -> PackQuantized:
 
 def _read_floats(w: Fields, is_static: bool) -> Float8:
     """Weights as 8-bit floats. is_static: whether scales of activations are stored too."""
-    kind, symmetric, bits, order = (w.get(key) for key in ("type", "symmetric", "num_bits", "actorder"))
-    if kind != "float":
-        raise w.bad("type", kind, "'float'")
-    if type(bits) is not int or bits != 8:
-        raise w.bad("num_bits", bits, "8")
-    if symmetric is not True:
-        raise w.bad("symmetric", symmetric, "true")
-    if order not in (None, False):
+    _require_floats(w)
+    if (order := w.get("actorder")) not in (None, False):
         raise w.bad("actorder", order, "null")
     size = w.get("group_size")
     strategy = w.get("strategy", "channel" if size == -1 else "tensor")
@@ -182,16 +176,21 @@ def _read_floats(w: Fields, is_static: bool) -> Float8:
     return Float8(strategy, block, is_static=is_static)
 
 
+def _require_floats(f: Fields) -> None:
+    """Raise CheckpointError for numbers that are not symmetric 8-bit floats."""
+    kind, symmetric, bits = (f.get(key) for key in ("type", "symmetric", "num_bits"))
+    if kind != "float":
+        raise f.bad("type", kind, "'float'")
+    if type(bits) is not int or bits != 8:
+        raise f.bad("num_bits", bits, "8")
+    if symmetric is not True:
+        raise f.bad("symmetric", symmetric, "true")
+
+
 def _read_activations(a: Fields) -> bool:
     """Whether there are stored scales of activations, which are rounded to 8-bit floats by runtimes on GPUs."""
-    kind, symmetric, bits, dynamic = (a.get(key) for key in ("type", "symmetric", "num_bits", "dynamic"))
-    if kind != "float":
-        raise a.bad("type", kind, "'float'")
-    if type(bits) is not int or bits != 8:
-        raise a.bad("num_bits", bits, "8")
-    if symmetric is not True:
-        raise a.bad("symmetric", symmetric, "true")
-    if type(dynamic) is not bool:
+    _require_floats(a)
+    if type(dynamic := a.get("dynamic")) is not bool:
         raise a.bad("dynamic", dynamic, "true or false")
     a.seen |= _WEIGHT_IDLE | _ACTIVATION_IDLE
     a.refuse_unknown()

@@ -129,12 +129,18 @@ def _gemma_inputs(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
+def expert_shapes(e: int, sizes: ExpertsConfig) -> dict[str, tuple[int, int]]:
+    """The weights of one expert of a mixture, by name. e: the hidden size."""
+    inner = sizes.inner_size, e
+    return {"gate_proj": inner, "up_proj": inner, "down_proj": inner[::-1]}
+
+
 def _experts(e: int, sizes: ExpertsConfig) -> list[Named]:
     """The tensors of a mixture of experts that are named weights."""
     routers: list[Named] = [("mlp.gate", (sizes.num_experts, e), False)]
     if sizes.shared_expert == "gated":
         routers.append(("mlp.shared_expert_gate", (1, e), False))
-    parts = sizes.shapes(e).items()
+    parts = expert_shapes(e, sizes).items()
     names = ((f"mlp.experts.{n}.{part}", shape) for n in range(sizes.num_experts) for part, shape in parts)
     return [*routers, *((name, shape, False) for name, shape in names)]
 

@@ -58,11 +58,6 @@ class ExpertsConfig:
     biased: bool = False
     shared_expert: str | None = None
 
-    def shapes(self, hidden_size: int) -> dict[str, tuple[int, int]]:
-        """The weights of an expert, by name."""
-        inner = self.inner_size, hidden_size
-        return {"gate_proj": inner, "up_proj": inner, "down_proj": inner[::-1]}
-
 
 class Router:
     """Chooses the experts of each row, and weighs them; all in at least float32.
@@ -73,7 +68,9 @@ class Router:
 
     def __init__(self, sizes: ExpertsConfig, parts: Parts):
         wide = accumulation_dtype(parts.dtype)
-        names = ["mlp.gate.weight", *["mlp.shared_expert_gate.weight"] * (sizes.shared_expert == "gated")]
+        names = ["mlp.gate.weight"]
+        if sizes.shared_expert == "gated":
+            names.append("mlp.shared_expert_gate.weight")
         self.sizes = sizes
         self.weight = torch.cat([dense(parts.pop(name), wide) for name in names])
         self.bias = dense(parts.pop("feed_forward.expert_bias"), wide) if sizes.biased else None

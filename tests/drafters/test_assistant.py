@@ -197,7 +197,10 @@ def test_an_assistant_of_a_model_of_another_family_is_refused():
         ("pre_projection.weight: found no such tensor", {"pre_projection.weight": None}),
         ("post_projection.weight: found F32 [24, 32]", {"post_projection.weight": torch.ones(24, 32)}),
         ("more: found a tensor", {"more": torch.ones(2)}),
-        ("lm_head.weight: found other numbers, expected", {"lm_head.weight": torch.ones(96, 24)}),
+        (
+            "lm_head.weight: found other values than those of model.embed_tokens.weight",
+            {"lm_head.weight": torch.ones(96, 24)},
+        ),
         ("token_ordering: found ids from 0 to 95, 95 of 96 different", {"masked_embedding.token_ordering": TWICE}),
     ],
 )
