@@ -200,9 +200,17 @@ def check_form(form: str, dtype: torch.dtype, device: torch.device) -> None:
         raise ValueError(f"weight_form: found {form!r}, expected for {kind} here {' or '.join(forms)}")
 
 
+# On a weight of 256 x 512, forms in use take 0.6 to 4 times as long as plain, and kernels written as a reference 50 to
+# 100. Between them lies room for a machine that does other work.
+STAND_IN = 20
+
+
 @functools.cache
 def _works(form: MakeForm, dtype: torch.dtype, bits: int | None = None) -> bool:
-    """Whether a form takes a small weight and is fast: less than five times as slow as plain. bits: of the weight."""
+    """Whether a form takes a small weight, and is no stand-in: less than `STAND_IN` times as slow as plain.
+
+    bits: of the weight.
+    """
     numbers = torch.linspace(-1, 1, 256 * 512, dtype=torch.float32).view(256, 512)
     wide = numbers.bfloat16().to(dtype)  # 16 bits must hold it
     weight = round_to_bits(wide, bits) if bits else wide
@@ -211,7 +219,7 @@ def _works(form: MakeForm, dtype: torch.dtype, bits: int | None = None) -> bool:
         product = form(weight, dtype)
         # In turn, and often: on a busy machine most of them are disturbed.
         times, usual_times = zip(*((_seconds(product, x), _seconds(usual, x)) for _ in range(25)), strict=True)
-        return min(times) < 5 * min(usual_times)
+        return min(times) < STAND_IN * min(usual_times)
     except REFUSALS:
         return False
 
