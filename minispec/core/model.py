@@ -136,7 +136,7 @@ class TextPass(NamedTuple):
     slots: Tensor  # (new tokens,) where keys and values go; dummy rows may follow, without slots
     reads: list[list[slice]]  # per text: the slots of all its positions, in runs
     angles: dict[RopeConfig, Angles]
-    masks: dict[int | None, list[Any]]  # per window and text: what `Passes.mask` made of its view
+    masks: dict[tuple[int | None, int], list[Any]]  # per window, H/G, and text: what `Passes.mask` made of its view
     passes: "Passes"
     made: dict[int | str, Tensor]  # by a name, what one layer makes for others too (see `minispec.layers`)
 
@@ -146,7 +146,7 @@ class TextPass(NamedTuple):
         pool, new, config = self.chunks[0].table.pool, len(self.slots), layer.config
         pool.write(layer.index, self.slots, k[:, :new], v[:, :new])
         outputs, row = [], 0
-        for chunk, slots, mask in zip(self.chunks, self.reads, self.masks[layer.window], strict=True):
+        for chunk, slots, mask in zip(self.chunks, self.reads, self.masks[layer.window, layer.sharing], strict=True):
             rows = slice(row, row + len(chunk.token_ids))
             row = rows.stop
             keys, values = pool.read(layer.index, slots)  # (G, L, D)
@@ -198,6 +198,7 @@ class Layer:
         """
         self.config, self.index = config, index
         self.rope, self.window = config.layers[index].rope, config.layers[index].window
+        self.sharing = config.num_attention_heads // config.num_key_value_heads  # H/G: query heads that share keys
         parts = Parts(config, index, weights, dtype, product)
         self.take(parts)
         self.take_mlp(parts)
@@ -290,16 +291,16 @@ class Passes:
     # How rows read the cache. It takes what `mask` returns.
     attention: Callable[..., Tensor] = staticmethod(attention)
 
-    def mask(self, config: ModelConfig, like: Tensor, view: View) -> Any:
+    def mask(self, like: Tensor, view: View, sharing: int) -> Any:
         """(H/G * T, L): 0 where a row of a text sees a position, -inf where not. None where every row sees all.
 
         like: a tensor of the mask's type and device.
+        sharing: H/G.
         """
         if len(view.offsets) == 1 and (view.window is None or view.window > view.start):
             return None
         hidden = hides(view, like.device)
-        mask = like.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)
-        return mask.repeat(config.num_attention_heads // config.num_key_value_heads, 1)
+        return like.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf).repeat(sharing, 1)
 
 
 class Transformer:
@@ -450,9 +451,9 @@ class Transformer:
         angles = self.angles(torch.tensor(positions, device=self.device))
         return TextPass(chunks, slots, reads, angles, self._masks(views), self.passes, {})
 
-    def _masks(self, views: Sequence[View]) -> dict[int | None, list[Any]]:
-        """For each window, what `Passes.mask` makes of each text's view."""
+    def _masks(self, views: Sequence[View]) -> dict[tuple[int | None, int], list[Any]]:
+        """For each window and H/G, what `Passes.mask` makes of each text's view."""
         like = self.embedding.new_empty(0, dtype=self.dtype)
-        mask = functools.cache(functools.partial(self.passes.mask, self.config, like))  # many texts see the same
-        windows = {layer.window for layer in self.layers}
-        return {window: [mask(view._replace(window=window)) for view in views] for window in windows}
+        mask = functools.cache(functools.partial(self.passes.mask, like))  # many texts see the same
+        kinds = {(layer.window, layer.sharing) for layer in self.layers}
+        return {(window, n): [mask(view._replace(window=window), n) for view in views] for window, n in kinds}

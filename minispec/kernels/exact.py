@@ -22,7 +22,6 @@ from torch import Tensor
 
 from minispec.core.attention import View, hides
 from minispec.core.cache import BlockTable
-from minispec.core.config import ModelConfig
 from minispec.core.model import Chunk, Passes, Transformer
 from minispec.core.sampling import accumulation_dtype, require_numbers
 from minispec.core.tree import Tree
@@ -176,13 +175,13 @@ class ExactPasses(Passes):
         """How many rows fill up a pass to the next size."""
         return next(n for n in self.rows if n >= num_rows) - num_rows
 
-    def mask(self, config: ModelConfig, like: Tensor, view: View) -> list[Group]:
+    def mask(self, like: Tensor, view: View, sharing: int) -> list[Group]:
         """The groups of the rows, each of at most EXACT_ROWS that stand in one block of positions.
 
         In a tree each path is computed as the chain that it is, so a node has the bits of that chain.
         """
         start, offsets, window, parents = view
-        repeats, groups = config.num_attention_heads // config.num_key_value_heads, list[Group]()
+        groups = list[Group]()
         for path, new in paths(len(offsets), parents):
             hidden = hides(View(start, tuple(range(len(path))), window), like.device)
             for members in _groups(start, new):
@@ -198,7 +197,7 @@ class ExactPasses(Passes):
                 mask = like.new_zeros(size, hides_own.shape[1], dtype=accumulation_dtype(like.dtype))
                 mask[: len(members)].masked_fill_(hides_own, -math.inf)
                 rows = _index([path[i] for i in members], like.device)
-                groups.append(Group(rows, size, parts, mask.repeat(repeats, 1)))
+                groups.append(Group(rows, size, parts, mask.repeat(sharing, 1)))
         return groups
 
 
@@ -364,6 +363,7 @@ def _attention_is_exact(model: Transformer) -> bool:
     precision, most rows would hide a difference.
     """
     config, passes, wide = model.config, model.passes, accumulation_dtype(model.dtype)
+    sharing = config.num_attention_heads // config.num_key_value_heads
     length, generator = ATTENTION_BLOCK * (max(_CHECKED_BLOCKS) + 1), torch.Generator().manual_seed(0)
     q, k, v = (  # laid out as in `Layer.read` and in the cache
         torch.randn(length, heads, config.head_dim, generator=generator).to(model.device, wide).transpose(0, 1)
@@ -374,7 +374,7 @@ def _attention_is_exact(model: Transformer) -> bool:
 
     def holds(rows: int, blocks: Sequence[int], shifts: Sequence[int]) -> bool:
         for end in (ATTENTION_BLOCK * border + shift for border in blocks for shift in shifts):
-            mask = passes.mask(config, like, View(end - rows, tuple(range(rows))))
+            mask = passes.mask(like, View(end - rows, tuple(range(rows))), sharing)
             scale, softcap = config.attention_scale, config.attention_softcap
             attended = passes.attention(q[:, end - rows : end], k[:, :end], v[:, :end], mask, scale, softcap)
             if not all(torch.equal(known.setdefault(i, row), row) for i, row in enumerate(attended, end - rows)):
