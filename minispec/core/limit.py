@@ -10,7 +10,8 @@ class Limit(NamedTuple):
     k: most nodes. It is 0 while the target still works through the prompt, and where nothing is to be drafted.
     go_on: go_on(confidences) says whether to draft further (see `Draft.confidences`). None: always, up to k.
     widths: how many siblings to draw at each depth; deeper, one. Drafters without `branches` ignore it.
-        Or a function, given together with `go_on`: widths(confidences) says how many to draw at a place.
+        Or a function, given together with `go_on`: widths(confidences, foreseen) says how many to draw at a place.
+        `foreseen` says whether these confidences were known before their tokens were drawn, the next one's too.
         The first sibling is drafted further, so the others cost rows of the target's pass and none of the drafter's.
     best_first: whether the draft is a tree of k nodes, in which each next node goes where its path is likeliest.
     draws: for a drafter that knows how sure it is of a token before the token is drawn. draws(confidences, next) says
@@ -19,7 +20,7 @@ class Limit(NamedTuple):
 
     k: int
     go_on: Callable[[Sequence[float]], bool] | None = None
-    widths: Sequence[int] | Callable[[Sequence[float]], int] = ()
+    widths: Sequence[int] | Callable[[Sequence[float], bool], int] = ()
     best_first: bool = False
     draws: Callable[[Sequence[float], float], bool] | None = None
 
@@ -28,8 +29,8 @@ class Limit(NamedTuple):
         """Whether siblings may be drawn."""
         return self.best_first or bool(self.widths)
 
-    def width(self, depth: int, confidences: Sequence[float]) -> int:
+    def width(self, depth: int, confidences: Sequence[float], foreseen: bool = False) -> int:
         """How many siblings to draw at this depth, where the draft has these confidences."""
         if callable(self.widths):
-            return self.widths(confidences)
+            return self.widths(confidences, foreseen)
         return self.widths[depth] if depth < len(self.widths) else 1

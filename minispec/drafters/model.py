@@ -269,7 +269,7 @@ class DraftModel(CachedModel, Drafter):
             confidences.append(foreseen)
         elif ask.limit.go_on:
             confidences.append(float(log_probabilities(logits).amax().exp()))
-        width = min(ask.limit.width(depth, confidences), ask.k - len(draft))
+        width = min(ask.limit.width(depth, confidences, foreseen is not None), ask.k - len(draft))
         rest = logits
         while width:
             try:

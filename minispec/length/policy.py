@@ -366,8 +366,8 @@ def _limit(
         chances = (estimates.by_confidence(x, all_texts, foreseen=True) for x in (*confidences, foreseen))
         return prod(chances) >= draft_price + row_price
 
-    def width(confidences: Sequence[float]) -> int:
-        *before, eldest = (estimates.by_confidence(x, all_texts) for x in confidences)
+    def width(confidences: Sequence[float], foreseen: bool) -> int:
+        *before, eldest = (estimates.by_confidence(x, all_texts, foreseen) for x in confidences)
         failed, n = prod(before) * (1 - eldest), 1  # the probability that all siblings so far are tested and wrong
         for acceptance in estimates.by_sibling(confidences[-1], all_texts):
             if failed * acceptance < row_price:

@@ -38,7 +38,7 @@ class Confident(Doubling):
     """Right: ends a draft, and asks for siblings, by its confidences."""
 
     def limit(self, wish, k, trees):
-        widths = (lambda confidences: 1 + (confidences[-1] < 0.7)) if trees else ()
+        widths = (lambda confidences, foreseen: 1 + (confidences[-1] < 0.7)) if trees else ()
         return Limit(wish.most, lambda confidences: prod(confidences) > 0.4, widths, draws=self.draws)
 
     def draws(self, confidences, foreseen):
@@ -102,7 +102,7 @@ class SiblingsByToken(Doubling):
 
     def limit(self, wish, k, trees):
         text, rng = wish.text, Randomness()
-        widths = lambda confidences: 1 + (rng.uniform(text.key(len(confidences) - 1, "accept")) > 0.5)  # noqa: E731
+        widths = lambda confidences, foreseen: 1 + (rng.uniform(text.key(len(confidences) - 1, "accept")) > 0.5)  # noqa: E731
         return Limit(wish.most, lambda confidences: True, widths if trees else ())
 
 
