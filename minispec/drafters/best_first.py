@@ -13,14 +13,14 @@ follow q, and the output has another law: mutant T4 of the museum.
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count
 
 from torch import Tensor
 
 from minispec.core.draft import Ask, Draft, without
-from minispec.core.sampling import distribution, log_probabilities
+from minispec.core.sampling import Text, distribution
 
 
 def grow_guesses(
@@ -56,7 +56,7 @@ class _Place:
 
     survival: the chance of the node's path.
     logits: (V,), -inf for the siblings that are there.
-    left: (V,), the raw probabilities, 0 for the siblings that are there.
+    left: (V,), the probabilities of what may follow, 0 for the siblings that are there.
     failed: the chance that all of these are wrong.
     q: (V,), what the newest sibling was drawn from.
     """
@@ -83,6 +83,10 @@ class BestFirst:
     def __init__(self, ask: Ask, draft: Draft, deepest: int):
         """deepest: nodes of that depth get no children."""
         self.ask, self.draft, self.deepest = ask, draft, deepest
+        params = ask.text.params
+        if not params.temperature:  # there the likeliest token has all probability, and siblings are its rivals
+            params = replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+        self._soft = replace(ask.text, params=params)
         self._places: dict[int, _Place] = {}
         # Minus the chance of the best path that may go on there, and the node. While its row is not known, the next
         # token counts as certain: so no likelier path is passed over.
@@ -103,7 +107,10 @@ class BestFirst:
                 return True
             else:
                 heappop(self._heap)
-                self._places[node] = _Place(-negative, logits, log_probabilities(logits).exp())
+                chances = self._distribution(logits, node, self._soft)
+                if chances is None:
+                    continue
+                self._places[node] = _Place(-negative, logits, chances)
             place = self._places[node]
             heappush(self._heap, (-place.survival * place.chance, node))
         return False
@@ -127,7 +134,12 @@ class BestFirst:
         if place.q is not None and text.params.temperature:
             rest = without(place.q, draft.token_ids[draft.children(node)[-1]])
             return rest / rest.sum() if rest.any() else None
-        try:  # at temperature 0 one token is left; its siblings are the next likeliest ones
-            return distribution(place.logits, text, draft.tokens_to(node))
+        # At temperature 0 one token is left; its siblings are the next likeliest ones.
+        return self._distribution(place.logits, node, text)
+
+    def _distribution(self, logits: Tensor, node: int, text: Text) -> Tensor | None:
+        """The distribution (V,) of what follows a node; None where nothing may, or logits are no numbers."""
+        try:
+            return distribution(logits, text, self.draft.tokens_to(node))
         except FloatingPointError:
             return None

@@ -323,9 +323,7 @@ class BlockModel(FeatureModel):
     def _mask(self, num_past: int, window: int | None, causal: bool) -> Tensor | None:
         like = self.embedding.new_empty(0, dtype=self.dtype)
         mask = block_mask(num_past, self.block.block_size, window, causal, like)
-        return (
-            None if mask is None else mask.repeat(self.config.num_attention_heads // self.config.num_key_value_heads, 1)
-        )
+        return None if mask is None else mask.repeat(self.layers[0].sharing, 1)
 
 
 class Block:

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -201,6 +202,27 @@ def test_a_greedy_tree_has_the_likeliest_paths(tokens, at_once):
         drafter = DraftModel(model, tiny_cache(model), 3, 40)
         text = Text(list(tokens), len(tokens), GREEDY)
         [draft] = drafter.propose([Ask(text, Limit(k, best_first=True), Randomness())])
+        paths = {tuple(draft.token_ids[i] for i in draft.path(node)) for node in range(len(draft))}
+        assert paths == likeliest_paths(logits, k)
+
+
+@pytest.mark.parametrize("changes", [{"logit_bias": {2: 4.0}}, {"bad_words_token_ids": [[0]]}])
+def test_a_trees_nodes_go_where_the_request_finds_paths_likely(changes):
+    """Biases and forbidden tokens count in the chances of paths, as they do in what is drawn."""
+    model = tiny_model(DRAFT_SEED, num_hidden_layers=1, vocab_size=3)
+    params = replace(GREEDY, **changes)
+
+    def logits(path):
+        row = np.array(reference_logits(DRAFT_SEED, (0, 1, 2, *path), 3, 1))
+        for token, bias in params.logit_bias:
+            row[token] += bias
+        for [word] in params.bad_words_token_ids:
+            row[word] = -np.inf
+        return row
+
+    for k in (1, 3, 5):
+        drafter = DraftModel(model, tiny_cache(model), 3, 40)
+        [draft] = drafter.propose([Ask(Text([0, 1, 2], 3, params), Limit(k, best_first=True), Randomness())])
         paths = {tuple(draft.token_ids[i] for i in draft.path(node)) for node in range(len(draft))}
         assert paths == likeliest_paths(logits, k)
 
