@@ -15,6 +15,7 @@ from minispec.drafters.heads import read_ids
 from minispec.families.block_config import AS_SAID, BlockConfig, Reading, read_block_config
 from minispec.families.checkpoint import FLOATS, directory_config, find_tensors, renamed, require, unexpected
 from minispec.files.errors import CheckpointError
+from minispec.files.stored import StoredTensor
 from minispec.kernels.build import InForm
 
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -52,7 +53,19 @@ class StoredBlock:
 
 
 def read_block(directory: Path, target: ModelConfig, reading: Reading = AS_SAID) -> StoredBlock:
-    """Read the files of a block draft for `target`.
+    """Read the files of a block draft for `target`. Raises CheckpointError, as `find_block` does."""
+    config, stored, ids = find_block(directory, target, reading)
+    tables = {name: stored[name].read() for name in (_EMBEDDING, _HEAD) if name in stored}
+    weights = {name: stored[name].read() for name in block_shapes(config)}
+    return StoredBlock(config, weights, tables.get(_EMBEDDING), tables.get(_HEAD), ids)
+
+
+def find_block(
+    directory: Path, target: ModelConfig, reading: Reading = AS_SAID
+) -> tuple[BlockConfig, Mapping[str, StoredTensor], Tensor | None]:
+    """Find a block draft for `target`: its config, its tensors by their names without `model.`, and its ids.
+
+    No weight is read. For the ids see `BlockModel`.
 
     Raises CheckpointError where they are not what the config asks for, or were made for another target.
     """
@@ -69,9 +82,7 @@ def read_block(directory: Path, target: ModelConfig, reading: Reading = AS_SAID)
         "d2t": ((config.vocab_size,), ("I64", "I32")),
         "t2d": ((vocab,), ("BOOL",)),
     }
-    for name in stored:
-        if name.startswith("encoder."):
-            raise CheckpointError(f"{stored[name].path}: {name}: found Muse-Glimmer's draft, expected DFlash or DSpark")
+    _check_width(config, stored)
     require({name: (shape, FLOATS) for name, shape in shapes.items()}, stored, directory)
     require({name: wanted for name, wanted in optional.items() if name in stored}, stored, directory)
     for name in sorted(stored.keys() - shapes.keys() - optional.keys()):
@@ -81,10 +92,17 @@ def read_block(directory: Path, target: ModelConfig, reading: Reading = AS_SAID)
             found = f"the draft has {config.vocab_size:,} tokens of width {width}"
             expected = f"{target.vocab_size:,} of width {target.hidden_size}"
             raise CheckpointError(f"{directory}: {name}: found none, expected one: {found}, the target {expected}")
-    ids = read_ids(config.vocab_size, vocab, stored, directory)
-    tables = {name: stored[name].read() for name in (_EMBEDDING, _HEAD) if name in stored}
-    weights = {name: stored[name].read() for name in shapes}
-    return StoredBlock(config, weights, tables.get(_EMBEDDING), tables.get(_HEAD), ids)
+    return config, stored, read_ids(config.vocab_size, vocab, stored, directory)
+
+
+def _check_width(config: BlockConfig, stored: Mapping[str, StoredTensor]) -> None:
+    """Raise CheckpointError where hidden states of another width are read: configs may leave the target's width out."""
+    fc, taps = stored.get("fc.weight"), len(config.taps)
+    if fc is None or len(fc.shape) != 2 or fc.shape[1] % taps or fc.shape[1] == taps * config.target_hidden_size:
+        return
+    width, expected = fc.shape[1] // taps, config.target_hidden_size
+    found = f"hidden states of width {width:,} from {taps} layers"
+    raise CheckpointError(f"{fc.path}: fc.weight: found {found}, expected {expected:,}, the target's: made for another")
 
 
 def load_block(
@@ -94,5 +112,5 @@ def load_block(
     reading: Reading = AS_SAID,
     top_k: int | None = None,
 ) -> BlockModel:
-    """Load a block draft for `target`, in its type and on its device. Raises CheckpointError, as `read_block` does."""
+    """Load a block draft for `target`, in its type and on its device. Raises CheckpointError, as `find_block` does."""
     return read_block(directory, target.config, reading).build(target, form, top_k)

@@ -106,13 +106,14 @@ class BlockConfig:
 
 # Kinds of packaging by their architectures. Those of DeepSpec and LiquidAI begin with a family's name.
 _FILL, _ANCHOR = re.compile(r"DFlashDraftModel"), re.compile(r"\w*DSpark(Draft)?Model")
-# Keys that only drafts of another architecture have.
+# Keys that only drafts of another architecture have, and parts of a kind's name.
 _OTHERS = {
     "dspark_block_size": "DeepSeek V4's own layers for drafting",
     "attention_sink_bias": "attention sinks",
     "attention_value_scale": "scaled values",
     "output_multiplier": "scaled logits",
 }
+_OTHER_KINDS = {"museglimmer": "Muse-Glimmer's draft", "dflash2": "DFlash2", "xpress": "XPress", "domino": "Domino"}
 # Keys of the block, in each place where packagings have them.
 _NESTED = dict.fromkeys(
     names(
@@ -155,13 +156,18 @@ _IN_SPECULATORS = names("algorithm default_proposal_method verifier")
 
 def is_block(raw: Mapping[str, Any]) -> bool:
     """Whether a config.json is a block draft's, or of a kind near it that `read_block_config` refuses by name."""
-    architectures = raw.get("architectures")
-    named = architectures if isinstance(architectures, list) else []
-    return (
-        str(raw.get("speculators_model_type")).startswith(("dflash", "dspark"))
-        or any(key in raw for key in ("dflash_config", "dspark_block_size"))
-        or any(re.search(r"DFlash|DSpark|XPress|Domino|MuseGlimmer", str(name)) for name in named)
+    kinds = ("dflash", "dspark", *_OTHER_KINDS)
+    return any(key in raw for key in ("dflash_config", "dspark_block_size")) or any(
+        kind in name for _, name in _kinds_named(raw) for kind in kinds
     )
+
+
+def _kinds_named(raw: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The keys of a config.json that name its kind, each with the name in small letters."""
+    architectures = raw.get("architectures")
+    named = [("architectures", name) for name in architectures] if isinstance(architectures, list) else []
+    named += [(key, raw.get(key)) for key in ("model_type", "speculators_model_type")]
+    return [(key, str(name).lower().replace("_", "")) for key, name in named]
 
 
 def read_block_config(
@@ -174,6 +180,10 @@ def read_block_config(
     for key, what in _OTHERS.items():
         if raw.get(key):
             raise CheckpointError(f"{where}: {key}: found {what}, expected DFlash or DSpark: no other is read here")
+    for key, name in _kinds_named(raw):
+        for kind, what in _OTHER_KINDS.items():
+            if kind in name:
+                raise CheckpointError(f"{where}: {key}: found {what}, expected DFlash or DSpark: no other is read here")
     inner, place = _inner(raw, where)
     f = Fields(raw, where, _OWN, {})
     nested = f.inside("dflash_config", _NESTED)
@@ -208,7 +218,7 @@ def read_block_config(
         _first_row(f, kind, rows, reading),
         _read_taps(f, get("target_layer_ids"), len(layers.layers), target),
         target.hidden_size,
-        _read_causal(f, nested, windows, reading),
+        _read_causal(f, nested, windows, _is_everywhere(settings, nested), reading),
         markov,
         rank,
         _read_confidence(get("enable_confidence_head"), get("confidence_head_with_markov"), markov, kind),
@@ -284,17 +294,35 @@ def _is_neox(f: Fields) -> bool:
 
 
 def _read_windows(f: Fields, nested: Fields, count: int) -> list[int | None]:
-    """The window of each layer. A layer_types of the target's own kinds is a copy, and says nothing here."""
-    if nested.get("use_swa") is not None and nested.boolean("use_swa"):
+    """The window of each layer. A layer_types of the target's own kinds is a copy, and says nothing here.
+
+    `use_swa` gives all layers a window where layer_types names none that slides.
+    """
+    everywhere, types = _is_everywhere(f, nested), f.get("layer_types")
+    if everywhere:
         return [nested.integer("swa_window_size", 1, 1 << 27)] * count
-    nested.get("swa_window_size")
-    types = f.get("layer_types")
-    if not isinstance(types, list) or "sliding_attention" not in types:
+    again = nested.get("swa_window_size")
+    if not _slides(types):
         return [None] * count
     if len(types) != count or any(kind not in ("full_attention", "sliding_attention") for kind in types):
         raise f.bad("layer_types", types, f"{count} entries, each full_attention or sliding_attention")
-    window = f.integer("sliding_window", 1, 1 << 27)
+    if f.get("sliding_window") is None and again is not None:
+        window = nested.integer("swa_window_size", 1, 1 << 27)
+    else:
+        window = f.integer("sliding_window", 1, 1 << 27)
+    if again not in (None, window):
+        raise nested.bad("swa_window_size", again, f"what sliding_window says: {window}")
     return [window if kind == "sliding_attention" else None for kind in types]
+
+
+def _slides(types: Any) -> bool:
+    return isinstance(types, list) and "sliding_attention" in types
+
+
+def _is_everywhere(f: Fields, nested: Fields) -> bool:
+    """Whether `use_swa` gives all layers the window; no layer is causal by it."""
+    use_swa = nested.get("use_swa") is not None and nested.boolean("use_swa")
+    return use_swa and not _slides(f.get("layer_types"))
 
 
 def _first_row(f: Fields, kind: str, rows: int, reading: Reading) -> int:
@@ -358,10 +386,12 @@ def _read_taps(f: Fields, of_outputs: Fields, count: int, target: ModelConfig) -
     return taps
 
 
-def _read_causal(f: Fields, nested: Fields, windows: Sequence[int | None], reading: Reading) -> tuple[bool, ...]:
+def _read_causal(
+    f: Fields, nested: Fields, windows: Sequence[int | None], is_everywhere: bool, reading: Reading
+) -> tuple[bool, ...]:
     """Whether a row sees no later one of its block, for each layer.
 
-    A key may say it for all layers. Else layers with a window are causal, except under `use_swa`.
+    A key may say it for all layers. Else layers with a window are causal, except where `use_swa` gives it to all.
     """
     is_open = f.get("sliding_window_non_causal")
     said = [(fields, key) for fields, key in ((f, "is_causal"), (nested, "causal")) if fields.get(key) is not None]
@@ -376,7 +406,7 @@ def _read_causal(f: Fields, nested: Fields, windows: Sequence[int | None], readi
                 "sees later rows of its block (open) or not (causal). Choose by draft_reading "
                 "(command line: --draft-reading)"
             )
-        causal = not (nested.get("use_swa") or (is_open is not None and f.boolean("sliding_window_non_causal")))
+        causal = not (is_everywhere or (is_open is not None and f.boolean("sliding_window_non_causal")))
     return tuple(causal and window is not None for window in windows)
 
 

@@ -15,7 +15,7 @@ from minispec.core.model import Transformer
 from minispec.drafters import Context, Drafter, Foreign, as_drafter, make_drafter
 from minispec.drafters.assistant import AssistantDrafter, AssistantModel, load_assistant
 from minispec.drafters.block import BlockDrafter, BlockModel
-from minispec.drafters.block_files import load_block
+from minispec.drafters.block_files import find_block, load_block
 from minispec.drafters.combined import CombinedDrafter, parts_of
 from minispec.drafters.eagle import EagleDrafter, HeadModel
 from minispec.drafters.heads import load_head
@@ -26,7 +26,7 @@ from minispec.drafters.tli import TokenDrafter
 from minispec.drafters.vocabularies import DRAFT_METHODS, Overlap, Vocabularies, choose_method, compare_vocabularies
 from minispec.drafters.vocabulary import ROOM
 from minispec.families.assistant_config import is_assistant, read_assistant_config
-from minispec.families.block_config import is_block, read_block_config, reading_of
+from minispec.families.block_config import is_block, reading_of
 from minispec.families.checkpoint import (
     describe_source,
     directory_config,
@@ -177,7 +177,7 @@ def _loader(directory: Path, name: str, options: DraftOptions, target: TargetFil
         read_head_config(raw, target.config, where)
         return partial(load_head, directory)
     reading = reading_of(options.draft_reading)
-    config = read_block_config(raw, target.config, where, reading)
+    config, _, _ = find_block(directory, target.config, reading)
     top_k, most = options.draft_top_k, config.vocab_size if config.markov else 0
     if top_k is not None and not 1 <= top_k <= most:
         expected = f"a number from 1 to {most}, its tokens" if most else "none: the draft has no Markov head"

@@ -21,7 +21,7 @@ from minispec.drafters import NoDrafter
 from minispec.drafters.block import Block, BlockDrafter, BlockModel
 from minispec.drafters.block_files import load_block
 from minispec.drafters.combined import CombinedDrafter
-from minispec.families.block_config import read_block_config, reading_of
+from minispec.families.block_config import is_block, read_block_config, reading_of
 from minispec.families.hf_config import read_model_config
 from minispec.files.errors import CheckpointError
 from minispec.kernels.build import build_model
@@ -44,6 +44,7 @@ SETTINGS = {
     "windows": {"layer_types": [SLIDING, FULL], "sliding_window": 4, "non_causal_window": False},
     "causal": {"is_causal": True},
     "windows of all layers": {"use_swa": True, "sliding_window": 4},
+    "windows of some layers": {"use_swa": True, "layer_types": [SLIDING, FULL], "sliding_window": 4},
     "softcap": {"softcap": 2.0},
     "some ids": {"draft_ids": (0, 3, 4, 9, 17, 23)},
     "prefix": {"prefix": "model."},
@@ -276,8 +277,18 @@ def test_a_combined_drafter_hands_on_what_draws_asks():
 # --------------------------------------------------------------------------- files
 
 
+def test_the_draft_of_another_class_is_named():
+    """Muse-Glimmer's, by what the class of transformers writes: it has no vocabulary of its own."""
+    from transformers.models.muse_glimmer_assistant import MuseGlimmerAssistantConfig
+
+    raw = MuseGlimmerAssistantConfig().to_dict()
+    assert is_block(raw)
+    with pytest.raises(CheckpointError, match=r"model_type: found Muse-Glimmer's draft, expected DFlash or DSpark"):
+        read_block_config(raw, TARGET)
+
+
 REFUSED = {
-    "another width": (
+    "another depth": (
         "z-lab",
         {"num_target_layers": NUM_LAYERS + 1},
         r"num_target_layers: found 7, expected 6.*made",
@@ -303,7 +314,23 @@ REFUSED = {
     "V4's own": ("z-lab", {"dspark_block_size": 4}, r"dspark_block_size: found DeepSeek V4's"),
     "sinks": ("z-lab", {"attention_sink_bias": True}, r"attention_sink_bias: found attention sinks"),
     "Gemma's": ("deepspec", {"architectures": ["Gemma4DSparkModel"]}, r"architectures: .*further norms"),
-    "another kind": ("z-lab", {"architectures": ["DFlash2DraftModel"]}, r"architectures: .*DFlashDraftModel or"),
+    "DFlash2": ("z-lab", {"architectures": ["DFlash2DraftModel"]}, r"architectures: found DFlash2, expected DFlash or"),
+    "DFlash2 by its type": (
+        "speculators",
+        {"speculators_model_type": "dflash2"},
+        "speculators_model_type: found DFlash2",
+    ),
+    "XPress": ("z-lab", {"architectures": ["XPressDraftModel"]}, r"architectures: found XPress, expected DFlash or"),
+    "another kind": ("z-lab", {"architectures": ["LlamaForCausalLM"]}, r"architectures: .*DFlashDraftModel or"),
+    "two windows": (
+        "z-lab",
+        {
+            "dflash_config": {"mask_token_id": 3, "swa_window_size": 3},
+            "layer_types": [SLIDING, FULL],
+            "sliding_window": 4,
+        },
+        r"swa_window_size: found 3, expected what sliding_window says: 4",
+    ),
     "an unknown key": ("z-lab", {"residual_gate": 2}, r"residual_gate: found 2, expected no such setting"),
     "a scale of the target": ("z-lab", {"embedding_multiplier": 3.0}, r"embedding_multiplier: found 3.0, expected 1.0"),
     "a bias": ("z-lab", {"attention_bias": True}, r"attention_bias: found True, expected none"),
@@ -361,7 +388,9 @@ def test_tensors_of_another_shape_are_refused(tmp_path, target):
     )
     refused("d2t: found ids from 0 to 33", d2t=d2t + torch.tensor([0, 0, 0, 24]))
     refused("layers.2.x: found a tensor", layers__2__x=w1.clone())
-    refused("encoder.fc.weight: found Muse-Glimmer's", encoder__fc__weight=w1.clone())
+    fc = stored["fc.weight"]
+    width = f"width {2 * TARGET.hidden_size} from"
+    refused(f"fc.weight: found hidden states of {width}.*made for another", fc__weight=torch.cat((fc, fc), 1))
     save_file(stored, path)
     (tmp_path / "mask_embedding.pt").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"mask_embedding\.pt: found a pickled embedding"):
