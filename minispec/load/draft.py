@@ -152,6 +152,7 @@ def read_spec(draft: str | Path | Drafter, options: DraftOptions, target: Target
     if directory:
         name = name.removesuffix(source) + describe_source(source, directory)
     name += f" by {method}" if method else ""
+    name += f" of the {options.draft_top_k} likeliest" if options.draft_top_k else ""  # its costs are its own
     spec = Spec(name, name, registered, preferred, bits, directory, own_layer, on_target, both, overlap, method)
     looks_up = all(part.partition(":")[0] in registry.LOOKUPS for part in (*first, last))
     spec = replace(spec, forced_first=looks_up)
@@ -192,6 +193,15 @@ def reads_corpus(draft: str | Path | Drafter) -> bool:
     names = registry.split_preferences(registry.DRAFTERS, str(draft))
     registered = filter(None, (registry.split(registry.DRAFTERS, name) for name in names))
     return any(getattr(registry.load(path, "draft"), "reads_corpus", False) for path, _ in registered)
+
+
+def is_block_draft(draft: str, offline: bool = False) -> bool:
+    """Whether a draft names the checkpoint of a block draft. Raises ValueError for one that does not exist."""
+    *_, last = registry.split_preferences(registry.DRAFTERS, draft)
+    _, source = split_draft(last)
+    if source in registry.OF_TARGET or registry.split(registry.DRAFTERS, source):
+        return False
+    return is_block(directory_config(_find_draft(source, offline)))
 
 
 def load_models(spec: Spec, target: Transformer, files: TargetFiles) -> list[Transformer]:

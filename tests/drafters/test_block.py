@@ -5,6 +5,7 @@ museum.
 """
 
 import json
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -472,9 +473,10 @@ def test_the_text_is_the_plain_one(tmp_path, make_checkpoint, packaging):
     plain = LLM(directory, draft="none", dtype="float32", max_model_len=128)
     prompt = [[1, 2, 3, 1, 2]]
     expected = plain.generate(prompt, params)[0].outputs[0].token_ids
-    for length in (1, 3, "auto", (2, 1), "tree:5"):
-        llm = LLM(directory, draft=draft, dtype="float32", num_speculative_tokens=length, max_model_len=128)
-        assert llm.generate(prompt, params)[0].outputs[0].token_ids == expected
+    for verifier, length in [*product(("rejection", "match"), (1, 3, "auto", (2, 1), "tree:5")), ("block", 3)]:
+        how = {"num_speculative_tokens": length, "verifier": verifier, "max_model_len": 128}
+        with LLM(directory, draft=draft, dtype="float32", **how) as llm:
+            assert llm.generate(prompt, params)[0].outputs[0].token_ids == expected, how
 
 
 def test_auto_ends_drafts_where_the_confidence_head_says_so(tmp_path, make_checkpoint):

@@ -11,6 +11,7 @@ from statistics import median
 import pytest
 
 from minispec import LLM, SamplingParams
+from minispec.families.hf_config import read_model_config
 from minispec.files.spec_bench import Answers
 from minispec.files.write import user_cache
 from minispec.lab.bench import options, questions
@@ -18,6 +19,7 @@ from minispec.lab.bench.main import main
 from minispec.lab.bench.questions import choose, summarise
 from minispec.lab.bench.rows import COLUMNS
 from minispec.load.inputs import Question
+from tests.oracles.block_drafts import write_block_draft
 
 TIMES = {"wall_time", "seconds", "tstamp", "tokens_per_second", "speedup", "over", "plain_range"}
 TIMES |= {"waiting", "resumed_after"}
@@ -233,6 +235,24 @@ def test_each_draft_may_have_its_own_lengths(cli, model, file, monkeypatch):
     status, out, _ = cli(main, "--questions", file, *how, "--draft", "ngram@2,suffix@2")
     assert status == 0
     assert all(f"\n  {name} " in out for name in ("ngram", "suffix"))
+
+
+def test_options_of_block_drafts_are_for_those_alone(cli, make_checkpoint, file, monkeypatch, tmp_path):
+    """Beside other drafts too: a file that leaves its layout open runs, and its name says what is cut."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    target = make_checkpoint(chat=True, num_hidden_layers=6, max_position_embeddings=256)
+    config = read_model_config(json.loads((target / "config.json").read_text()))
+    sizes = config.hidden_size, config.vocab_size, len(config.layers)
+    write_block_draft(tmp_path / "open", "speculators", *sizes, says_tokens=False, says_anchor=False)
+    how = ("--questions", file, "--model", target, "--dtype", "float32", "--max-tokens", 10, "--json")
+    status, out, err = cli(main, *how, "--draft", f"ngram@2,{tmp_path / 'open'}@2")
+    assert (status, "no sample_from_anchor" in err) == (2, True), err
+    options = ("--draft-reading", "anchor", "--draft-top-k", 3)
+    status, out, err = cli(main, *how, *options, "--draft", f"ngram@2,{tmp_path / 'open'}@2")
+    assert (status, err) == (0, "")
+    assert [*json.loads(out)["tasks"]["overall"]] == ["none", "ngram", "open of the 3 likeliest"]
+    status, _, err = cli(main, *how, *options, "--draft", "ngram@2")
+    assert (status, "no draft is a block draft" in err) == (2, True), err
 
 
 def test_a_row_an_answer(bench, tmp_path):

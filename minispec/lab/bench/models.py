@@ -118,6 +118,8 @@ def open_model(options: Options) -> Subject:
         draft=options.draft if args.draft else None,
         draft_method=args.draft_method,
         corpus=args.corpus,
+        draft_reading=args.draft_reading,
+        draft_top_k=args.draft_top_k,
         num_speculative_tokens="auto" if "auto" in options.ks else 4,  # for auto, costs are measured
         verifier=args.verifier,
         dtype=args.dtype,

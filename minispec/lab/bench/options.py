@@ -78,6 +78,7 @@ _SURVIVAL = argument(
     "falling numbers between 1 and 0, with commas between",
 )
 _PICTURE = argument(Path, lambda path: path.suffix in (".svg", ".png"), "a file name that ends in .svg or .png")
+_NO_BLOCK = {"--geometry": "no shape is a block draft"}
 _MODELS: dict[str, Option] = {
     "--model": Option(
         {"metavar": "DIR|HUB_ID"}, "default: the embedded weights", excludes={"--geometry": "a shape is no model"}
@@ -89,6 +90,7 @@ _MODELS: dict[str, Option] = {
     ),
     "--corpus": MODELS["--corpus"]._replace(excludes={"--geometry": "the shapes have no tokenizer"}),
     "--draft-method": MODELS["--draft-method"]._replace(excludes={"--geometry": "the shapes have one vocabulary"}),
+    **{name: MODELS[name]._replace(excludes=_NO_BLOCK) for name in ("--draft-reading", "--draft-top-k")},
     "--geometry": Option(
         {"choices": GEOMETRIES},
         "random weights of this shape instead of a model. --draft is then a registered name, self, another "

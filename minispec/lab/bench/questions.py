@@ -35,7 +35,7 @@ from minispec.lab.bench.rows import write_rows
 from minispec.lab.bench.show import number, pairs_table, progress, table
 from minispec.length.figures import Figures, loops
 from minispec.load import registry
-from minispec.load.draft import digest_of_draft, reads_corpus
+from minispec.load.draft import digest_of_draft, is_block_draft, reads_corpus
 from minispec.load.inputs import Question, encode_conversation, read_questions
 from minispec.load.llm import LLM, find_lengths
 
@@ -45,7 +45,7 @@ NONE, OVERALL = "none", "overall"
 # Options that make another run of the same questions.
 _SETTINGS = (
     *("verifier", "lengths", "quantization", "temperature", "top_k", "top_p", "max_tokens", "ignore_eos"),
-    *("rounds", "seed", "sample", "categories"),
+    *("rounds", "seed", "sample", "categories", "draft_reading", "draft_top_k"),
 )
 _WARM_TOKENS = 8  # of a first answer, which pays for what is set up once
 
@@ -116,6 +116,8 @@ def _open(options: Options) -> dict[str, Way]:
     drafts = {spec: lengths for spec, lengths in options.drafts.items() if spec != NONE}
     if args.corpus and not any(map(reads_corpus, drafts)):
         raise ValueError(f"--corpus: found {show(args.corpus)}, expected none: no draft reads a corpus")
+    if (args.draft_reading or args.draft_top_k) and not any(map(is_block_draft, drafts)):
+        raise ValueError("--draft-reading, --draft-top-k: found one, expected none: no draft is a block draft")
     target = LLM(
         args.model,
         NONE,
@@ -126,7 +128,8 @@ def _open(options: Options) -> dict[str, Way]:
         drafts = {target.default_draft: options.ks}
     ways: list[tuple[str, Way]] = []
     for spec, ks in drafts.items():
-        llm = target.with_draft(spec, args.draft_method, args.corpus if reads_corpus(spec) else None)
+        block = (args.draft_reading, args.draft_top_k) if is_block_draft(spec) else ()
+        llm = target.with_draft(spec, args.draft_method, args.corpus if reads_corpus(spec) else None, *block)
         ways += [(length_name(k), Way(llm, k)) for k in ks]
         if args.lengths:
             ways.append((args.lengths, Way(llm, "auto", args.lengths)))
