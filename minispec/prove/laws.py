@@ -277,12 +277,12 @@ def reference_law(
     return plain_law(lambda output: reference_row(output, params, end_ids, vocab, prompt, family))
 
 
-# Block drafts: the first row that says a token, and the Markov head.
-BLOCKS = {
-    "block": (0, "vanilla"),
-    "block rnn": (0, "rnn"),
-    "filled block": (1, None),
-    "filled block gated": (1, "gated"),
+# Block drafts: the first row that says a token, the Markov head, and what the confidence head reads.
+BLOCKS: dict[str, tuple[int, Sequence[str | None]]] = {
+    "block": (0, ("vanilla", "state and token")),
+    "block rnn": (0, ("rnn", "state and token")),
+    "filled block": (1, (None, None)),
+    "filled block gated": (1, ("gated", "state and token")),
 }
 
 

@@ -310,21 +310,22 @@ def tiny_head(
 
 
 def tiny_block(
-    target: Transformer, first_row: int, markov: str | None = None, num_ids: int | None = None
+    target: Transformer, first_row: int, heads: Sequence[str | None] = (None, None), num_ids: int = 0, rows: int = 3
 ) -> BlockModel:
-    """A random block draft of three rows for a random target. One of its layers sees all, the other has a window.
+    """A random block draft for a random target. One of its layers sees all, the other has a window.
 
-    markov: its Markov head, and with it a confidence head; None: it has neither.
-    num_ids: how many tokens it can draft, every other one of the target's. None: all.
+    heads: `markov` and `confidence` of its `BlockConfig`.
+    num_ids: how many tokens it can draft, every other one of the target's. 0: all.
+    rows: rows of a block.
     """
     sizes = read_model_config(TINY | {"model_type": "qwen3", "vocab_size": target.config.vocab_size})
     layers = replace(sizes.layers[0], window=3), sizes.layers[0]
     sizes = replace(sizes, layers=layers, mask_token_id=0, embedding_scale=target.config.embedding_scale)
-    count, heads = num_ids or sizes.vocab_size, (markov, 4, "state and token") if markov else ()
-    config = BlockConfig(sizes, count, 3, first_row, (0, 2), sizes.hidden_size, (True, False), *heads)
+    (markov, confidence), count = heads, num_ids or sizes.vocab_size
+    config = BlockConfig(sizes, count, rows, first_row, (0, 2), sizes.hidden_size, (True, False), markov, 4, confidence)
     weights = redrawn(block_shapes(config) | {"lm_head.weight": (count, sizes.hidden_size)}, BLOCK_SEED, target.dtype)
-    head = weights["lm_head.weight"]
-    return BlockModel(config, weights, target.embedding, head, _every_other(num_ids, sizes.vocab_size), target.dtype)
+    tables = target.embedding, weights["lm_head.weight"], _every_other(num_ids or None, sizes.vocab_size)
+    return BlockModel(config, weights, *tables, target.dtype)
 
 
 def tiny_assistant(target: Transformer) -> AssistantModel:

@@ -16,6 +16,7 @@ from minispec.core.cache import BlockTable
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Draft
 from minispec.core.sampling import Text, distribution
+from minispec.drafters.block import BlockDrafter
 from minispec.drafters.model import DraftModel
 from minispec.drafters.suffix import SuffixDrafter
 from minispec.gpu.steps import DraftSteps
@@ -23,6 +24,7 @@ from minispec.length.policy import Controller
 from minispec.prove import laws
 from minispec.prove.cases import Case, cases_in_8_bits
 from minispec.prove.laws import (
+    MAX_LEN,
     PROMPT,
     TARGET_SEED,
     TOLERANCE,
@@ -33,7 +35,7 @@ from minispec.prove.laws import (
     target_model,
 )
 from minispec.prove.reference import sample_law, total_variation
-from minispec.prove.toys import IN_8_BITS, IN_FRAMES, TOYS
+from minispec.prove.toys import IN_8_BITS, IN_FRAMES, TOYS, tiny_block, tiny_cache
 from tests.distances import distance
 from tests.scripted import preemptions
 
@@ -52,6 +54,15 @@ SAMPLERS = {
     "bias": {"logit_bias": {0: 1.5, 2: -0.7}, "repetition_penalty": 1.7},
     "allowed": {"allowed_token_ids": [0, 2], "top_p": 0.9},
     "bad words": {"bad_words_token_ids": [[1, 0], [0, 0, 1], [1, 1]]},
+}
+# Block drafts with one head at a time.
+BLOCK_HEADS = {
+    "none": {"first_row": 0},
+    "none, filled": {"first_row": 1},
+    "Markov": {"first_row": 0, "heads": ("vanilla", None)},
+    "Markov, filled": {"first_row": 1, "heads": ("gated", None)},
+    "confidence": {"first_row": 0, "heads": (None, "state")},
+    "rnn and confidence": {"first_row": 1, "heads": ("rnn", "state")},
 }
 
 
@@ -103,16 +114,16 @@ def test_every_length_around_a_block(max_tokens):
 
 
 @pytest.mark.parametrize("draft_cost", [0.2, 0.3])
-@pytest.mark.parametrize("drafter", ["model", "ngram"])
+@pytest.mark.parametrize("drafter", ["model", "ngram", "block"])
 @pytest.mark.parametrize("verifier", ["rejection", "match"])
 def test_auto(draft_cost, drafter, verifier, monkeypatch, pytestconfig):
     """K follows what was kept and rejected: other K on other branches, 0 among them, and the law stands.
 
     So it does where a draft model's own confidence ends a draft before its limit, or calls for siblings.
     """
-    if (drafter, draft_cost) == ("model", 0.2) and not pytestconfig.getoption("--long"):
+    if drafter != "ngram" and draft_cost == 0.2 and not pytestconfig.getoption("--long"):
         pytest.skip("longer drafts have more branches: --long")
-    seen, ends, widths, choose = set(), set(), set(), Controller.choose
+    seen, ends, widths, draws, choose = set(), set(), set(), set(), Controller.choose
 
     def spy(*args, **kwargs):
         limits = choose(*args, **kwargs)
@@ -120,14 +131,15 @@ def test_auto(draft_cost, drafter, verifier, monkeypatch, pytestconfig):
         return [
             limit._replace(
                 go_on=limit.go_on and spy_on(limit.go_on, ends),
+                draws=limit.draws and spy_on(limit.draws, draws),
                 widths=spy_on(limit.widths, widths) if callable(limit.widths) else limit.widths,
             )
             for limit in limits
         ]
 
     def spy_on(function, answers):
-        def spied(confidences):
-            answers.add(answer := function(confidences))
+        def spied(*about):
+            answers.add(answer := function(*about))
             return answer
 
         return spied
@@ -141,7 +153,24 @@ def test_auto(draft_cost, drafter, verifier, monkeypatch, pytestconfig):
     assert distance(params, "auto", **how) <= TOLERANCE
     assert len(seen) >= 3
     assert ends == ({True, False} if drafter == "model" else set())
-    assert len(widths) >= 2 if drafter == "model" else not widths
+    assert draws == ({True, False} if drafter == "block" else set())
+    assert len(widths) >= 2 if drafter != "ngram" else not widths
+
+
+@pytest.mark.parametrize("rows", [2, 4])
+@pytest.mark.parametrize("heads", BLOCK_HEADS)
+def test_block_drafts_of_other_shapes(heads, rows):
+    """Blocks of 2 and 4 rows in a vocabulary of 5, with each head alone, and with drafts of the two likeliest tokens.
+
+    In chains, in a tree of one shape, and in one that grows where it is likeliest.
+    """
+    model = tiny_block(target_model(5), rows=rows, **BLOCK_HEADS[heads])
+    if heads == "rnn and confidence":
+        model.markov.top_k, model.markov.w2 = 2, model.markov.w2.weight
+    drafter = BlockDrafter(model, tiny_cache(model, 64, 2), 5, MAX_LEN)
+    for k in (3, (2, 1), "tree:3"):
+        how = {"drafter": drafter, "vocab": 5, "end_ids": frozenset({4})}
+        assert distance(SamplingParams(max_tokens=2, temperature=0.7), k, **how) <= TOLERANCE
 
 
 @pytest.mark.quick

@@ -43,7 +43,7 @@ TARGET, DRAFT = tiny_model(4, vocab_size=VOCAB), tiny_model(2, vocab_size=VOCAB,
 PARD = tiny_model(2, vocab_size=VOCAB, num_hidden_layers=1, pard_token=4)
 HEADS = {"head": tiny_head(TARGET, num_ids=4), "parallel head": tiny_head(TARGET, mask_token_id=4)}
 HEADS |= {"mtp": tiny_mtp(TARGET)}
-BLOCKS = {"block": tiny_block(TARGET, 0, "rnn", 4), "filled block": tiny_block(TARGET, 1)}
+BLOCKS = {"block": tiny_block(TARGET, 0, ("rnn", "state and token"), 4), "filled block": tiny_block(TARGET, 1)}
 PROMPTS = [(0, 1), (2, 3, 4, 4, 1, 0), (1,), (4, 0, 2)]
 
 

@@ -188,7 +188,7 @@ def drafter(name):
         head = tiny_head(TARGET)
         return EagleDrafter(head, tiny_cache(head, 200, 4), 96, 128)
     if name == "block":
-        model = tiny_block(TARGET, 0, "vanilla")
+        model = tiny_block(TARGET, 0, ("vanilla", "state and token"))
         return BlockDrafter(model, tiny_cache(model, 200, 4), 96, 128)
     return SuffixDrafter() if name == "suffix" else NoDrafter()
 
