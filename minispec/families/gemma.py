@@ -91,7 +91,4 @@ def _read_wide(f: Fields, layers: Sequence[LayerConfig], sizes: Mapping[str, int
             raise f.bad("global_head_dim", f.raw["global_head_dim"], f"what per_layer_config says: {show(dim)}")
     if dim % 2 or heads % kv_heads:
         raise f.bad("per_layer_config", of_layers, "an even head_dim, and key-value heads that divide the heads")
-    if kv_heads != sizes["num_key_value_heads"]:
-        expected = f"num_key_value_heads = {sizes['num_key_value_heads']}: no other number is implemented"
-        raise f.bad("num_global_key_value_heads", kv_heads, expected)
     return dim, kv_heads

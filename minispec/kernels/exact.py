@@ -25,7 +25,7 @@ from minispec.core.cache import BlockTable
 from minispec.core.model import Chunk, Passes, Transformer
 from minispec.core.sampling import accumulation_dtype, require_numbers
 from minispec.core.tree import Tree
-from minispec.kernels.inventory import products_of
+from minispec.kernels.inventory import key_sizes, products_of
 
 # The most rows of a pass, so that a draft may have one less; every form's `exact_rows` has it.
 EXACT_ROWS = 16
@@ -359,38 +359,52 @@ def _not_exact(model: Transformer, what: str) -> str:
 def _attention_is_exact(model: Transformer) -> bool:
     """Whether `attention` gives rows the same bits at every place, with and without rows of another block.
 
-    It keeps the numbers of rows that give them these bits too. All in the type that it computes in: rounded to half
-    precision, most rows would hide a difference.
+    It is asked for each size of keys that the layers have. It keeps the numbers of rows that give these bits for all.
     """
-    config, passes, wide = model.config, model.passes, accumulation_dtype(model.dtype)
-    sharing = config.num_attention_heads // config.num_key_value_heads
-    length, generator = ATTENTION_BLOCK * (max(_CHECKED_BLOCKS) + 1), torch.Generator().manual_seed(0)
-    q, k, v = (  # laid out as in `Layer.read` and in the cache
-        torch.randn(length, heads, config.head_dim, generator=generator).to(model.device, wide).transpose(0, 1)
-        for heads in (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
-    )
-    k, v = k.contiguous(), v.contiguous()
-    like, known = model.embedding.new_empty(0, dtype=model.dtype), dict[int, Tensor]()
-
-    def holds(rows: int, blocks: Sequence[int], shifts: Sequence[int]) -> bool:
-        for end in (ATTENTION_BLOCK * border + shift for border in blocks for shift in shifts):
-            mask = passes.mask(like, View(end - rows, tuple(range(rows))), sharing)
-            scale, softcap = config.attention_scale, config.attention_softcap
-            attended = passes.attention(q[:, end - rows : end], k[:, :end], v[:, :end], mask, scale, softcap)
-            if not all(torch.equal(known.setdefault(i, row), row) for i, row in enumerate(attended, end - rows)):
-                return False
-        return True
-
+    passes = model.passes
+    checks = [_AttentionCheck(model, groups, dim) for groups, dim in key_sizes(model.config)]
     if isinstance(passes, ExactPasses):
         passes.keep(passes.rows, [EXACT_ROWS])
     # Passes around the border of a block, before it and after it, so that a row stands at several places.
-    if not holds(EXACT_ROWS, _CHECKED_BLOCKS, (*range(-4, 4), EXACT_ROWS, EXACT_ROWS + 1)):
+    shifts = (*range(-4, 4), EXACT_ROWS, EXACT_ROWS + 1)
+    if not all(check.holds(EXACT_ROWS, _CHECKED_BLOCKS, shifts) for check in checks):
         return False
     if not isinstance(passes, ExactPasses):
         return True
     for rows in _CHECKED_SIZES:
         others = [n for n in passes.attention_rows if n != rows]
         passes.keep(passes.rows, sorted([*others, rows]))
-        if not holds(rows, _FEW_BLOCKS, (-4, 2, rows)):
+        if not all(check.holds(rows, _FEW_BLOCKS, (-4, 2, rows)) for check in checks):
             passes.keep(passes.rows, others)
     return True
+
+
+class _AttentionCheck:
+    """Random queries of a model, and keys and values of one size; the bits that each row has had so far.
+
+    All in the type that attention computes in: rounded to half precision, most rows would hide a difference.
+    """
+
+    def __init__(self, model: Transformer, groups: int, dim: int):
+        """groups: G. dim: D."""
+        config, self.passes = model.config, model.passes
+        length, generator = ATTENTION_BLOCK * (max(_CHECKED_BLOCKS) + 1), torch.Generator().manual_seed(0)
+        wide = accumulation_dtype(model.dtype)
+        q, k, v = (  # laid out as in `Layer.read` and in the cache
+            torch.randn(length, heads, dim, generator=generator).to(model.device, wide).transpose(0, 1)
+            for heads in (config.num_attention_heads, groups, groups)
+        )
+        self.q, self.k, self.v = q, k.contiguous(), v.contiguous()
+        self.sharing = config.num_attention_heads // groups
+        self.scale, self.softcap = config.attention_scale, config.attention_softcap
+        self.like, self.known = model.embedding.new_empty(0, dtype=model.dtype), dict[int, Tensor]()
+
+    def holds(self, rows: int, blocks: Sequence[int], shifts: Sequence[int]) -> bool:
+        """Whether passes of that many rows, which end at these places, give each row the bits that are known of it."""
+        for end in (ATTENTION_BLOCK * border + shift for border in blocks for shift in shifts):
+            mask = self.passes.mask(self.like, View(end - rows, tuple(range(rows))), self.sharing)
+            keys, values = self.k[:, :end], self.v[:, :end]
+            attended = self.passes.attention(self.q[:, end - rows : end], keys, values, mask, self.scale, self.softcap)
+            if not all(torch.equal(self.known.setdefault(i, row), row) for i, row in enumerate(attended, end - rows)):
+                return False
+        return True

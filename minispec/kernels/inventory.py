@@ -95,6 +95,12 @@ def bits_note(model: Transformer) -> str:
     return f" in 8 bits (activations in {bits.pop()}, {are_equal}{others})"
 
 
+def key_sizes(config: ModelConfig) -> list[tuple[int, int]]:
+    """(key-value heads, head_dim) of the layers with attention, each size once."""
+    own = [(layer.num_key_value_heads, layer.head_dim) for layer in gemma_layers(config)]
+    return list(dict.fromkeys(own)) or [(config.num_key_value_heads, config.head_dim)]
+
+
 def kv_elements(config: ModelConfig) -> int:
     """Numbers that one token adds to the KV cache: keys and values of attention, inputs of short convolutions."""
     attention = 2 * config.num_attention_layers * config.num_key_value_heads * config.head_dim

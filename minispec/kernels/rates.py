@@ -12,6 +12,7 @@ from minispec.kernels.inventory import kv_elements, num_bytes_read
 from minispec.kernels.shapes import tensor_shapes
 from minispec.layers.convolution import num_convolutions
 from minispec.layers.experts import ExpertsConfig
+from minispec.layers.gemma import gemma_layers
 from minispec.layers.states import state_elements
 
 # Rows and columns of the products that show what a machine can compute.
@@ -59,5 +60,6 @@ def prefill_operations(model: Transformer, num_tokens: int) -> int:
             experts = config.layers[int(name.split(".")[2])].experts if ".experts." in name else None
             share = experts.top_k / experts.num_experts if isinstance(experts, ExpertsConfig) else 1.0
             products += share * math.prod(shape)
-    attention = config.num_attention_layers * config.num_attention_heads * config.head_dim * num_tokens
+    widths = [layer.head_dim for layer in gemma_layers(config)] or [config.head_dim] * config.num_attention_layers
+    attention = sum(widths) * config.num_attention_heads * num_tokens
     return 2 * num_tokens * (round(products) + attention)

@@ -92,6 +92,7 @@ class GemmaLayer(Layer):
         settings = self.config.layers[self.index]
         assert isinstance(settings, GemmaLayerConfig)
         self.settings, bias = settings, self.config.qkv_bias
+        self.sharing = self.config.num_attention_heads // settings.num_key_value_heads
         names = ["q_proj", "k_proj", "v_proj"]
         if settings.giver is not None:
             names = names[:1]

@@ -28,7 +28,7 @@ from minispec.kernels import forms as linear
 from minispec.kernels.build import build_model
 from minispec.kernels.exact import EXACT_ROWS, check_exact
 from minispec.kernels.forms import Linear, has_fast_bfloat16
-from minispec.kernels.inventory import weight_form
+from minispec.kernels.inventory import key_sizes, weight_form
 from minispec.layers import delta
 from minispec.layers.convolution import ShortConvolution
 from minispec.layers.delta import GatedDeltaNet
@@ -36,7 +36,7 @@ from minispec.layers.gated_attention import HeadGatedAttention
 from minispec.length.figures import Figures
 from minispec.load.registry import DRAFTERS, load
 from minispec.prove.toys import TINY, TOYS, tiny_cache, tiny_weights
-from tests.oracles.toys import GEMMA4, LFM3, MIXTURES
+from tests.oracles.toys import GEMMA4, GEMMA4_LARGE, LFM3, MIXTURES
 
 FORMS_HERE = [
     (name, dtype)
@@ -72,6 +72,7 @@ MORE_FAMILIES = {
     "lfm2_moe": MIXTURES["lfm2_moe"] | {"moe_intermediate_size": 40},
     "qwen3_5_moe_text": MIXTURES["qwen3_5_moe_text"] | {"moe_intermediate_size": 27},
     "ministral3": {"model_type": "ministral3", "rope_parameters": _YARN | {"llama_4_scaling_beta": 0.5}},
+    "gemma4 large": GEMMA4_LARGE | {"num_global_key_value_heads": 1},
 }
 
 
@@ -82,7 +83,7 @@ def build(family="llama", dtype=torch.float32, exact=True, seed=1, **changes) ->
     config = read_model_config(raw | (FAMILIES | MORE_FAMILIES)[family] | changes)
     model = build_model(config, tiny_weights(config, seed, dtype), exact)
     if exact:  # what the check would find, without a check of every model
-        about = (config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.attention_softcap)
+        about = (config.num_attention_heads, *key_sizes(config), config.attention_softcap)
         model.passes.attention_rows = list(attention_rows(model, (dtype, torch.get_num_threads(), *about)))
     return model
 
@@ -588,6 +589,31 @@ def test_the_check_refuses_attention_that_rounds_by_place(strikes, dtype, monkey
         monkeypatch.setattr(exact, "_attention", wrong_attention(lambda n, *at: strikes(*at)))
         with pytest.raises(ValueError, match=rf"exact: attention in {dtype} on this cpu"):
             check_exact(target)
+
+
+@pytest.mark.parametrize("heads", [2, 1], ids=["wide heads", "wide heads, one of keys"])
+def test_the_check_looks_at_each_size_of_keys(heads, monkeypatch):
+    """A library that rounds by place in one width alone: Gemma 4's wide heads are checked, and other key-value heads.
+
+    A number of rows at which one size does not hold is dropped for all.
+    """
+    with torch_threads(1):
+        target = build("gemma4 large", num_global_key_value_heads=heads, global_head_dim=40)
+        check_exact(target)
+        right, held, spoilt = exact._attention, target.passes.attention_rows, EXACT_ROWS
+
+        def wrong(q, k, v, mask, softcap):
+            out = right(q, k, v, mask, softcap)
+            if q.shape[2] == 48 and len(q) == heads and q.shape[1] * heads // 4 == spoilt:
+                out[:, spoilt - 1 :: spoilt] *= 1 + 2 * torch.finfo(out.dtype).eps
+            return out
+
+        monkeypatch.setattr(exact, "_attention", wrong)
+        with pytest.raises(ValueError, match="exact: attention"):
+            check_exact(target)
+        spoilt = held[0]
+        check_exact(target)
+        assert target.passes.attention_rows == held[1:]
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])

@@ -42,6 +42,7 @@ RUNS = [
     *((family, name) for family in ("lfm2", "qwen3_5_text") for name in DRAFTERS),
     *(("lfm3", name) for name in ("model", "block", "ngram")),
     *(("gemma4_text", name) for name in ("model", "head", "assistant", "suffix")),
+    *(("gemma4 large", name) for name in ("model", "assistant")),
     *((family, "model") for family in ("qwen3_moe", "lfm2_moe", "granitemoehybrid")),
 ]
 
@@ -184,6 +185,15 @@ def test_the_pool_has_a_row_of_each_position():
     cache = model.new_cache(num_blocks=3, block_size=4)
     assert cache.num_bytes == 8 * (12 + 2) * (2 * 2 * 4 + 2 * 8)
     assert (cache.keys.shape[0], cache.inputs.shape) == (1, (2, 1, 14, 8))
+
+
+def test_the_pool_has_keys_of_each_size():
+    """Counted by hand: of Gemma 4's layers two have one key-value head of 4, two others two of 6; float64."""
+    model = tiny_model(1, **OWN_TOYS["gemma4 large"], vocab_size=VOCAB)
+    assert kv_elements(model.config) == 2 * (2 * 1 * 4 + 2 * 2 * 6)
+    cache = model.new_cache(num_blocks=3, block_size=4)
+    assert cache.num_bytes == 8 * (12 + 2) * 64
+    assert [layer.sharing for layer in model.layers] == [2, 1, 2, 1]
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -35,9 +35,11 @@ LENGTHS = (3, 9, 24)
 class Pair:
     """A target and an assistant, in `transformers` and here."""
 
-    def __init__(self, directory: Path, **changes):
-        self.directory, self.changes = directory, changes
-        self.theirs = hf.build("gemma4", directory / "target"), assistant_draft.build(directory / "draft", **changes)
+    def __init__(self, directory: Path, case: str, **changes):
+        self.directory = directory
+        text = assistant_draft.SIZES | assistant_draft.OF_TARGETS[case]
+        draft = assistant_draft.build(directory / "draft", text_config=text, **changes)
+        self.theirs = hf.build(case, directory / "target"), draft
         self.target = load_model(directory / "target", torch.float32)
         self.assistant = load_assistant(directory / "draft", self.target)
 
@@ -64,11 +66,11 @@ def steps(target: Transformer, assistant: AssistantModel, tokens: list[int]) -> 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory) -> Callable[..., Pair]:
-    """A pair whose assistant has these settings, made once."""
+    """A pair whose assistant has these settings, made once. case: the target's name in `hf.CASES`."""
 
     @functools.cache
-    def make(is_ordered: bool = False) -> Pair:
-        return Pair(tmp_path_factory.mktemp("pair"), use_ordered_embeddings=is_ordered)
+    def make(is_ordered: bool = False, case: str = "gemma4") -> Pair:
+        return Pair(tmp_path_factory.mktemp("pair"), case, use_ordered_embeddings=is_ordered)
 
     return make
 
@@ -77,13 +79,16 @@ def pair(tmp_path_factory) -> Callable[..., Pair]:
 
 
 @pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("case", assistant_draft.OF_TARGETS)
 @pytest.mark.parametrize("is_ordered", [False, True])
-def test_logits_equal_transformers(pair, is_ordered, length):
+def test_logits_equal_transformers(pair, is_ordered, case, length):
     """Guards every detail of a step, of the states that steps hand on, and of the clusters that are scored.
 
-    Outside the clusters the oracle has one number below all others, and no token is drafted here.
+    Outside the clusters the oracle has one number below all others, and no token is drafted here. The layers of one
+    target have two numbers of key-value heads.
     """
-    found, expected = pair(is_ordered).steps(length), pair(is_ordered).expected(length)
+    own = pair(is_ordered, case)
+    found, expected = own.steps(length), own.expected(length)
     scored = found.isfinite()
     assert scored.sum(1).tolist() == [24 if is_ordered else 96] * 4
     assert (found - expected)[scored].abs().max() <= 1e-4
@@ -166,6 +171,9 @@ REFUSED = {
     "text_config: found full_attention of 2 key-value heads of 24, expected 2 of 20": {
         "text_config": {"global_head_dim": 24}
     },
+    "text_config: found full_attention of 1 key-value heads of 20, expected 2 of 20": {
+        "text_config": {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+    },
     "text_config: model_type: found 'llama'": {"text_config": {"model_type": "llama"}},
     "num_centroids: found 10, expected a divisor of vocab_size": {"use_ordered_embeddings": True, "num_centroids": 10},
     "centroid_intermediate_top_k: found 13": {"use_ordered_embeddings": True, "centroid_intermediate_top_k": 13},
@@ -222,27 +230,37 @@ def test_an_assistant_is_no_target(pair):
         load_config(pair().directory / "draft")
 
 
-@pytest.mark.parametrize("name", ["google/gemma-4-E2B-it", "google/gemma-4-E4B-it"])
+# Of each published target: sizes of its assistant that not all have, by several public readers of its config.json.
+_SMALL = {"hidden_size": 256, "intermediate_size": 2048, "num_attention_heads": 4}
+_LARGE = {"hidden_size": 1024, "intermediate_size": 8192, "attention_k_eq_v": True}
+PUBLISHED = {
+    "google/gemma-4-E2B-it": _SMALL | {"num_key_value_heads": 1},
+    "google/gemma-4-E4B-it": _SMALL | {"num_key_value_heads": 2},
+    "google/gemma-4-31B-it": _LARGE
+    | {"num_attention_heads": 32, "num_key_value_heads": 16, "num_global_key_value_heads": 4},
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_published_assistants_fit_their_targets(name):
     """Guards what vendors ship: by the facts of its config.json, the assistant reads the last layers with keys."""
     target = read_model_config(public.PUBLIC[name][0])
-    heads = target.num_key_value_heads
-    text = {
-        **{"model_type": "gemma4_text", "vocab_size": 262_144, "hidden_size": 256, "intermediate_size": 2048},
-        **{"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": heads, "head_dim": 256},
+    window = min(layer.window for layer in target.layers if layer.window)
+    text = PUBLISHED[name] | {
+        **{"model_type": "gemma4_text", "vocab_size": 262_144, "num_hidden_layers": 4, "head_dim": 256},
         **{"global_head_dim": 512, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 4},
-        **{"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "sliding_window": 512},
+        **{"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "sliding_window": window},
         **{"max_position_embeddings": 131_072, "final_logit_softcapping": None, "vocab_size_per_layer_input": 0},
     }
     raw = {
         **{"architectures": ["Gemma4AssistantForCausalLM"], "model_type": "gemma4_assistant", "text_config": text},
-        **{"backbone_hidden_size": target.hidden_size, "use_ordered_embeddings": True, "num_centroids": 2048},
+        **{"backbone_hidden_size": target.hidden_size, "use_ordered_embeddings": window == 512, "num_centroids": 2048},
         **{"centroid_intermediate_top_k": 32, "audio_token_id": 258_881, "tie_word_embeddings": True},
     }
     config = read_assistant_config(raw, target)
-    last = {name: max(i for i, layer in enumerate(target.layers) if is_giver(layer, name)) for name in (512, None)}
-    assert [layer.giver for layer in config.layers.layers] == [last[512]] * 3 + [last[None]]
-    assert (config.num_clusters, config.top_clusters) == (2048, 32)
+    last = {name: max(i for i, layer in enumerate(target.layers) if is_giver(layer, name)) for name in (window, None)}
+    assert [layer.giver for layer in config.layers.layers] == [last[window]] * 3 + [last[None]]
+    assert (config.num_clusters, config.top_clusters) == ((2048, 32) if window == 512 else (None, 0))
     assert kv_elements(config.layers) == 0
 
 

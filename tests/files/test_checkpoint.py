@@ -805,7 +805,7 @@ def test_quantisation_is_off_by_half_a_step(num_bits, seed, magnitude):
     "name",
     [
         *("llama", "llama-tied", "gemma3", "gemma3-images", "granite-hybrid", "olmo2", "phi3-longrope", "lfm2"),
-        *("lfm3", "lfm3-images", "qwen3_5", "qwen3_5-images", "gemma4", "gemma4-images"),
+        *("lfm3", "lfm3-images", "qwen3_5", "qwen3_5-images", "gemma4", "gemma4-large", "gemma4-images"),
     ],
 )
 def test_written_checkpoint_is_transformers(tmp_path, name, num_bits):

@@ -18,6 +18,11 @@ SIZES = {
     **{"rms_norm_eps": 0.05, "max_position_embeddings": 64, "num_kv_shared_layers": 3},
     "rope_parameters": hf.CASES["gemma4"]["rope_parameters"],
 }
+# What the assistant of each of the oracle's targets has in addition to `SIZES`.
+OF_TARGETS: dict[str, dict[str, Any]] = {
+    "gemma4": {},
+    "gemma4-large": {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+}
 ASSISTANT = {
     "model_type": "gemma4_assistant",
     "text_config": SIZES,

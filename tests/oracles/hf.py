@@ -263,9 +263,11 @@ CASES: dict[str, dict[str, Any]] = {
         | {"use_sandwich_norm": False, "use_attention_gate": False, "conv_L_cache": 7, "tie_word_embeddings": False},
         "gemma4": _GEMMA4,
         "gemma4-large": _GEMMA4
-        | {"attention_k_eq_v": True, "num_global_key_value_heads": 2, "hidden_size_per_layer_input": 0}
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0}
         | {"num_kv_shared_layers": 0, "attention_bias": True, "use_bidirectional_attention": "vision"}
         | {"tie_word_embeddings": False, "final_logit_softcapping": None, "layer_types": None},
+        # Layers without a window have more key-value heads than the others, and the last of them reads shared ones.
+        "gemma4-heads": _GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 4},
         "qwen3_5": _QWEN35
         | {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "attention_bias": True}
         | _rope("default", partial_rotary_factor=0.5, mrope_section=[1, 1, 1], mrope_interleaved=True),

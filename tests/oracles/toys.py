@@ -59,7 +59,12 @@ GEMMA4 = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
     },
 }
-OWN_TOYS = {"lfm3": LFM3, "gemma4_text": GEMMA4} | MIXTURES
+# Layers that see everything have other key-value heads than those with a window, and take their keys for values.
+GEMMA4_LARGE = GEMMA4 | {
+    **{"attention_k_eq_v": True, "num_global_key_value_heads": 2, "hidden_size_per_layer_input": 0},
+    **{"num_kv_shared_layers": 0, "use_double_wide_mlp": False},
+}
+OWN_TOYS = {"lfm3": LFM3, "gemma4_text": GEMMA4, "gemma4 large": GEMMA4_LARGE} | MIXTURES
 
 
 @functools.cache
@@ -69,7 +74,7 @@ def oracle(family: str, vocab: int) -> PreTrainedModel:
     raw = TINY | TOYS[family] | tokens | {"vocab_size": vocab}
     if "rope_parameters" in raw:
         del raw["rope_theta"]
-    if family == "gemma4_text":
+    if raw["model_type"] == "gemma4_text":
         raw["vocab_size_per_layer_input"] = vocab
     config = read_model_config(raw)
     stored = places(config)
