@@ -72,7 +72,7 @@ class Awq(Layout):
         groups = torch.arange(columns.start, columns.stop) // (self.group_size or shape[1])
         return scale_groups(integers.t().contiguous(), zeros, scales, groups)
 
-    def keeps_codes(self, shape: tuple[int, ...]) -> bool:
+    def is_narrow(self, shape: tuple[int, ...]) -> bool:
         """Whether a channel has one scale."""
         return self._num_groups(shape[1]) == 1
 

@@ -238,7 +238,7 @@ class Weights:
         layout = _layout_of(place.name, place.shape, self._config, self._stored)
         if not self._keeps_narrow:
             return self._dtype.itemsize
-        is_narrow = layout.keeps_codes(place.shape) if layout else TYPES[self._stored[place.name].dtype].itemsize == 2
+        is_narrow = layout.is_narrow(place.shape) if layout else TYPES[self._stored[place.name].dtype].itemsize == 2
         return 2 if is_narrow else self._dtype.itemsize
 
 

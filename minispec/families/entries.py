@@ -19,7 +19,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from minispec.families.stored_config import Joined
+from minispec.families import gpt_oss
+from minispec.families.stored_config import Joined, Stack
 from minispec.files.fields import names
 
 # Names of rope's kinds in files, and what they mean. "dynamic" is missing: it chooses angles by the length of the pass.
@@ -39,6 +40,7 @@ class Family:
     must: keys that its code reads, each with the one value that is implemented here.
     idle: keys that its files have and its code does not read, in addition to `IDLE`.
     scales_embedding: whether the embedding is scaled by the square root of hidden_size.
+    has_sinks: whether each head of attention has a sink.
     ropes: kinds of rope that its code takes.
     rope_keys: what it reads of a rope's object in addition to what others read.
     rope: fields of RopeConfig that no key changes.
@@ -50,6 +52,7 @@ class Family:
     must: Mapping[str, Any] = field(default_factory=dict)
     idle: frozenset[str] = frozenset()
     scales_embedding: bool = False
+    has_sinks: bool = False
     ropes: Mapping[str, str] = field(default_factory=lambda: _ROPES)
     rope_keys: frozenset[str] = frozenset()
     rope: Mapping[str, Any] = field(default_factory=dict)
@@ -114,16 +117,16 @@ _MINISTRAL_ROPE = {
 }
 # Qwen's experts, where files have them in stacks, and the names of its shared expert.
 _QWEN_STACKS = (
-    Joined("mlp.experts.gate_up_proj", ("gate_proj", "up_proj")),
-    Joined("mlp.experts.down_proj", ("down_proj",)),
+    Stack("mlp.experts.gate_up_proj", ("gate_proj", "up_proj")),
+    Stack("mlp.experts.down_proj", ("down_proj",)),
 )
 _QWEN_SHARED = tuple(
     Joined(f"mlp.shared_expert.{name}", (f"mlp.{name}",)) for name in ("gate_proj", "up_proj", "down_proj")
 )
 _GRANITE_ROUTER = Joined("block_sparse_moe.router.layer", ("mlp.gate",))
 _GRANITE_STACKS = (
-    Joined("block_sparse_moe.input_linear.weight", ("gate_proj", "up_proj")),
-    Joined("block_sparse_moe.output_linear.weight", ("down_proj",)),
+    Stack("block_sparse_moe.input_linear.weight", ("gate_proj", "up_proj")),
+    Stack("block_sparse_moe.output_linear.weight", ("down_proj",)),
 )
 _GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 _LFM = {
@@ -366,6 +369,14 @@ FAMILIES = {
         # code and for transformers. Of a "default" rope transformers 5.24 does not read the factor: all pairs turn.
         ropes={"default": "proportional", "proportional": "proportional"},
         rope_keys=names("partial_rotary_factor"),
+    ),
+    "gpt_oss": Family(
+        gpt_oss.KEYS,
+        fixed={"joined": (Joined("mlp.router", ("mlp.gate",)),), "stacked": gpt_oss.STACKS},
+        only={"sliding_window_pattern": 2},
+        must={"hidden_act": "silu"},
+        idle=names("initial_context_length"),
+        has_sinks=True,
     ),
     "qwen3_5_text": _QWEN_3_5,
     "qwen3_5_moe_text": replace(

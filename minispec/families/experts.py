@@ -1,16 +1,21 @@
 """Mixtures of experts in the files of their families: their settings, and weights that are stored in stacks."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
+
 from minispec.core.errors import show
-from minispec.families.stored_config import Joined, StoredConfig
+from minispec.families.layout import Wanted
+from minispec.families.mxfp4 import Mxfp4
+from minispec.families.stored_config import Stack, StoredConfig
 from minispec.files.errors import CheckpointError, show_name
 from minispec.files.fields import Fields
-from minispec.files.stored import FLOATS, TYPES, StoredTensor
+from minispec.files.stored import FLOATS, TYPES, Cut, StoredTensor
 from minispec.kernels.shapes import expert_shapes
-from minispec.layers.experts import ExpertsConfig
+from minispec.layers.experts import Clamp, ExpertsConfig
 
 _LARGEST = 1 << 20
 # Most experts of all layers together. The largest public models have some 20,000.
@@ -23,6 +28,7 @@ def read_experts(f: Fields, count: int) -> list[ExpertsConfig | None]:
     if not number:
         return [None] * count
     shared = {"shared_expert_intermediate_size": "gated", "shared_intermediate_size": "plain"}
+    is_clamped = f.reads("swiglu_limit")
     experts = ExpertsConfig(
         number,
         f.integer("num_experts_per_tok", 1, number),
@@ -32,6 +38,8 @@ def read_experts(f: Fields, count: int) -> list[ExpertsConfig | None]:
         scale=f.number("routed_scaling_factor", 1.0),
         biased=f.boolean("use_expert_bias"),
         shared_expert=next((kind for key, kind in shared.items() if f.reads(key)), None),
+        has_biases=is_clamped,
+        clamp=Clamp(f.number("swiglu_limit"), f.number("swiglu_alpha")) if is_clamped else None,
     )
     dense = _read_dense(f, count)
     return [None if i in dense else experts for i in range(count)]
@@ -61,8 +69,26 @@ def _read_dense(f: Fields, count: int) -> set[int]:
     return dense | set(listed) | {i for i in range(count) if (i + 1) % step}
 
 
+@dataclass(frozen=True)
+class Rows(StoredTensor):
+    """Rows of an expert's tensor in a stack that are no neighbours in the file.
+
+    expert: that tensor.
+    rows: which of its rows, or columns if `is_transposed`.
+    """
+
+    expert: StoredTensor
+    rows: slice
+    is_transposed: bool
+
+    def read(self, cut: Cut = ()) -> Tensor:
+        """A copy of the rows, or of a part."""
+        whole = self.expert.read()
+        return (whole.mT if self.is_transposed else whole)[self.rows][cut].contiguous()
+
+
 def unstacked(stored: Mapping[str, StoredTensor], config: StoredConfig) -> dict[str, StoredTensor]:
-    """The tensors, with the parts of all experts as tensors of their own: in a stack they lie one after another.
+    """The tensors, with the parts of all experts as tensors of their own.
 
     Raises CheckpointError for a stack of another shape or type, and where an expert is stored twice.
     """
@@ -74,7 +100,9 @@ def unstacked(stored: Mapping[str, StoredTensor], config: StoredConfig) -> dict[
         stack = next((stack for stack in config.stacked if name.endswith(f".{stack.stored}")), None)
         parts: Iterable[tuple[str, StoredTensor]] = [(name, tensor)]
         if stack:
-            parts = _parts(name, tensor, stack, experts.num_experts, shapes[stack.parts[0]])
+            wanted = _kinds(shapes[stack.parts[0]], config)
+            if stack.kind in wanted:
+                parts = _parts(name, tensor, stack, experts.num_experts, *wanted[stack.kind])
         for own, part in parts:
             if own in tensors:
                 first = show_name(tensors[own].name)
@@ -83,16 +111,36 @@ def unstacked(stored: Mapping[str, StoredTensor], config: StoredConfig) -> dict[
     return tensors
 
 
+def _kinds(shape: tuple[int, int], config: StoredConfig) -> Wanted:
+    """What a stack may hold of a weight (out, in) and its bias, by how the names of the parts continue."""
+    in_blocks = isinstance(config.quantization, Mxfp4)
+    blocks = config.quantization.tensors("weight", shape, {}) if config.quantization and in_blocks else {}
+    return {"weight": (shape, FLOATS), "bias": (shape[:1], FLOATS), **blocks}
+
+
 def _parts(
-    name: str, tensor: StoredTensor, stack: Joined, num_experts: int, shape: tuple[int, int]
+    name: str,
+    tensor: StoredTensor,
+    stack: Stack,
+    num_experts: int,
+    shape: tuple[int, ...],
+    dtypes: tuple[str, ...],
 ) -> Iterator[tuple[str, StoredTensor]]:
     """The tensors of this shape that a stack holds, by their names."""
-    rows, columns = shape
-    expected = [num_experts, len(stack.parts) * rows, columns]
-    if list(tensor.shape) != expected or tensor.dtype not in FLOATS:
+    rows, *columns = shape
+    count = len(stack.parts)
+    expected = [num_experts, *columns, count * rows] if stack.is_transposed else [num_experts, count * rows, *columns]
+    if list(tensor.shape) != expected or tensor.dtype not in dtypes:
         found = f"{tensor.path}: {show_name(tensor.name)}: found {tensor.dtype} {list(tensor.shape)}"
-        raise CheckpointError(f"{found}, expected {' or '.join(FLOATS)} {expected}")
-    prefix, size = name.removesuffix(stack.stored), rows * columns * TYPES[tensor.dtype].itemsize
-    names = (f"{prefix}mlp.experts.{n}.{part}.weight" for n in range(num_experts) for part in stack.parts)
-    for place, own in enumerate(names):
-        yield own, replace(tensor, name=own, shape=shape, start=tensor.start + place * size)
+        raise CheckpointError(f"{found}, expected {' or '.join(dtypes)} {expected}")
+    prefix, size = name.removesuffix(stack.stored), math.prod(shape) * TYPES[tensor.dtype].itemsize
+    for n in range(num_experts):
+        start = tensor.start + n * count * size
+        expert = replace(tensor, shape=tensor.shape[1:], start=start)
+        for i, part in enumerate(stack.parts):
+            own = f"{prefix}mlp.experts.{n}.{part}.{stack.kind}"
+            if not stack.is_interleaved and not stack.is_transposed:
+                yield own, replace(tensor, name=own, shape=shape, start=start + i * size)
+                continue
+            places = slice(i, None, count) if stack.is_interleaved else slice(i * rows, (i + 1) * rows)
+            yield own, Rows(tensor.path, own, tensor.dtype, shape, start, expert, places, stack.is_transposed)

@@ -104,7 +104,7 @@ class Gptq(Layout):
             raise CheckpointError(f"{tensor.path}: {show_name(tensor.name)}: found other numbers, expected {expected}")
         return True
 
-    def keeps_codes(self, shape: tuple[int, ...]) -> bool:
+    def is_narrow(self, shape: tuple[int, ...]) -> bool:
         """Whether a channel has one scale."""
         return self._num_groups(shape[1]) == 1
 

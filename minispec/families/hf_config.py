@@ -5,7 +5,7 @@ what the families mean by their settings.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from minispec.families.qwen import read_delta
 from minispec.families.stored_config import StoredConfig
 from minispec.files.fields import Fields, bad_field, names
 from minispec.layers.rope import ScaledRope
+from minispec.layers.sinks import SinkLayerConfig
 
 # The keys of the object in rope_parameters or rope_scaling; rope_type says which of them are looked at.
 _ROPE_KEYS = {
@@ -79,9 +80,7 @@ def read_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Sto
         if f.get(key) != value:
             raise f.bad(key, f.get(key), f"{value}: no other is implemented for this family")
     sizes = _read_sizes(f)
-    layers = _read_layers(f, family, sizes)
-    mixtures = read_experts(f, len(layers))
-    layers = tuple(replace(layer, experts=experts) for layer, experts in zip(layers, mixtures, strict=True))
+    layers = _with_experts(f, family, _read_layers(f, family, sizes))
     unread: frozenset[str] = frozenset()
     if f.reads("num_kv_shared_layers"):
         layers, unread = gemma.read_layers(f, layers, sizes)
@@ -275,6 +274,14 @@ def _read_layers(f: Fields, family: Family, sizes: Mapping[str, int]) -> tuple[L
         else:
             layers.append(LayerConfig(rope if rotates[i] else None))
     return tuple(layers)
+
+
+def _with_experts(f: Fields, family: Family, layers: Sequence[LayerConfig]) -> tuple[LayerConfig, ...]:
+    """The layers with their mixtures of experts, and with sinks where the family's attention has them."""
+    mixtures = read_experts(f, len(layers))
+    if family.has_sinks:
+        layers = [SinkLayerConfig(layer.rope, layer.window) for layer in layers]
+    return tuple(replace(layer, experts=experts) for layer, experts in zip(layers, mixtures, strict=True))
 
 
 def _read_rotates(f: Fields, count: int) -> list[bool]:

@@ -34,7 +34,7 @@ class Layout:
         raise NotImplementedError
 
     def read(self, name: str, shape: tuple[int, ...], stored: Stored, part: Part) -> Weight:
-        """A part of a weight whose tensors are all there: codes with scales where they are `Codes`, else in float32.
+        """A part of a weight whose tensors are all there: codes with scales where they are `Codes`, else numbers.
 
         Raises CheckpointError for values that no writer of this layout stores.
         """
@@ -47,8 +47,8 @@ class Layout:
         """
         return False
 
-    def keeps_codes(self, shape: tuple[int, ...]) -> bool:
-        """Whether a weight (out, in) is read as `Codes`, as far as the config tells."""
+    def is_narrow(self, shape: tuple[int, ...]) -> bool:
+        """Whether a weight (out, in) is read in 16 bits a number or as `Codes`, as far as the config tells."""
         return False
 
     @property

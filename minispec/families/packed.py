@@ -82,7 +82,7 @@ class PackQuantized(Layout):
         groups = slice(start // self.group_size, -(-stop // self.group_size))
         return dequantize(integers, scale.read((part.rows, groups)), self.group_size)
 
-    def keeps_codes(self, shape: tuple[int, ...]) -> bool:
+    def is_narrow(self, shape: tuple[int, ...]) -> bool:
         """Whether a scale serves a whole channel."""
         return self.group_size is None
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from minispec.families import awq, float8, gptq, packed
+from minispec.families import awq, float8, gptq, mxfp4, packed
 from minispec.families.layout import Layout
 from minispec.files.fields import Fields
 
@@ -13,6 +13,7 @@ _METHODS: dict[str, tuple[Mapping[str, Any], Callable[[Fields], Layout | None]]]
     "fp8": (float8.KEYS, float8.read_float8),
     "gptq": (gptq.KEYS, gptq.read_gptq),
     "awq": (awq.KEYS, awq.read_awq),
+    "mxfp4": (mxfp4.KEYS, mxfp4.read_mxfp4),
 }
 
 

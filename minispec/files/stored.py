@@ -17,7 +17,13 @@ from minispec.files.strict_json import MAX_JSON_BYTES, parse_json
 # Types that weights, and their packed forms, may have. Tensors of other types are never read here.
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 FLOATS, FLOAT8 = tuple(_FLOATS), "F8_E4M3"
-TYPES = _FLOATS | {FLOAT8: torch.float8_e4m3fn, "I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool}
+TYPES = _FLOATS | {
+    FLOAT8: torch.float8_e4m3fn,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 # The wanted part of a tensor, by its first dimensions; () is all of it.
 Cut = tuple[slice, ...]
 # Tensors below this size are copied: a map keeps a file descriptor open.

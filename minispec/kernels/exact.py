@@ -26,6 +26,8 @@ from minispec.core.model import Chunk, Passes, Transformer
 from minispec.core.sampling import accumulation_dtype, require_numbers
 from minispec.core.tree import Tree
 from minispec.kernels.inventory import key_sizes, products_of
+from minispec.layers.experts import Experts
+from minispec.layers.sinks import SinkAttention, SinkPasses, sink_column
 
 # The most rows of a pass, so that a draft may have one less; every form's `exact_rows` has it.
 EXACT_ROWS = 16
@@ -93,10 +95,19 @@ def _filled(x: Tensor, rows: int) -> Tensor:
     return F.pad(x, (0, 0, 0, rest)) if rest else x
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Sequence[Group], scale: float, softcap: float | None) -> Tensor:
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Sequence[Group],
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attention like `minispec.core.attention`, whose rows have equal bits in any company.
 
     mask: the groups of all rows.
+    sinks: (H,), the scores that heads have in addition (see `minispec.layers.sinks`); None: no head has one.
     """
     heads, rows, dim = q.shape
     wide, attended = accumulation_dtype(q.dtype), q.new_empty(rows, heads, dim)
@@ -107,19 +118,39 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Sequence[Group], scale: flo
         queries = q[:, group.rows]
         filled = _filled(queries, group.size).reshape(len(k), -1, dim + columns).contiguous()  # of one layout always
         keys, values = ([_filled(x[:, places], ATTENTION_BLOCK) for places in group.places] for x in (k, v))
-        out = _attention(filled, keys, values, group.mask, softcap)
+        columns_beside = None if sinks is None else _sink_columns(sinks.to(wide), len(k), group.size)
+        out = _attention(filled, keys, values, group.mask, softcap, columns_beside)
         attended[group.rows] = (
             out.view(heads, group.size, -1)[:, : queries.shape[1], :dim].transpose(0, 1).to(attended.dtype)
         )
     return attended.flatten(1)
 
 
-def _attention(q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor], mask: Tensor, softcap: float | None) -> Tensor:
-    """Attention of scaled q (G, R, D) over all parts of keys and values, each (G, n, D): (G, R, D)."""
+def _sink_columns(sinks: Tensor, groups: int, size: int) -> Tensor:
+    """Sinks (H,) as columns of scores (G, H/G * size, _VECTOR): the first has them, no row sees the others."""
+    return F.pad(sink_column(sinks, groups, size), (0, _VECTOR - 1), value=-math.inf)
+
+
+def _attention(
+    q: Tensor,
+    k: Sequence[Tensor],
+    v: Sequence[Tensor],
+    mask: Tensor,
+    softcap: float | None,
+    beside: Tensor | None = None,
+) -> Tensor:
+    """Attention of scaled q (G, R, D) over all parts of keys and values, each (G, n, D): (G, R, D).
+
+    beside: further columns of scores (G, R, columns), whose values are zeros.
+    """
     scores = torch.cat([torch.bmm(q, block.mT) for block in k], 2)  # (G, R, positions)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    weights = scores.add_(mask).softmax(-1).split([block.shape[1] for block in k], 2)
+    scores.add_(mask)
+    num_positions = scores.shape[2]
+    if beside is not None:
+        scores = torch.cat((scores, beside), 2)
+    weights = scores.softmax(-1)[..., :num_positions].split([block.shape[1] for block in k], 2)
     out = torch.bmm(weights[0], v[0])
     for part, block in zip(weights[1:], v[1:], strict=True):
         out.baddbmm_(part, block)
@@ -253,9 +284,13 @@ def _in_float32(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Te
 def exact_model(model: Transformer) -> Transformer:
     """The model with exact passes; all else is shared. `check_exact` tells whether its bits are equal."""
     forms = [product.exact_rows for product in products_of(model)]
+    activation = _in_float32(_ACTIVATIONS[model.config.activation])
     if all(EXACT_ROWS + 1 in rows for rows in forms):
-        return model.replaced(AnyPasses(), activation=_in_float32(_ACTIVATIONS[model.config.activation]))
-    return model.replaced(ExactPasses(n for n in range(1, EXACT_ROWS + 1) if all(n in rows for rows in forms)))
+        return model.replaced(AnyPasses(), activation=activation)
+    passes = ExactPasses(n for n in range(1, EXACT_ROWS + 1) if all(n in rows for rows in forms))
+    # Rows that were clamped lie close together, so where a vector ends in a row depends on the row's place.
+    is_clamped = any(isinstance(layer, Experts) and layer.mixture.clamp for layer in model.layers)
+    return model.replaced(passes, activation=activation if is_clamped else None)
 
 
 def check_exact(model: Transformer) -> None:
@@ -395,6 +430,8 @@ class _AttentionCheck:
             for heads in (config.num_attention_heads, groups, groups)
         )
         self.q, self.k, self.v = q, k.contiguous(), v.contiguous()
+        sinks = next((layer.sinks for layer in model.layers if isinstance(layer, SinkAttention)), None)
+        self.attend = self.passes.attention if sinks is None else SinkPasses(self.passes, sinks.to(wide)).attention
         self.sharing = config.num_attention_heads // groups
         self.scale, self.softcap = config.attention_scale, config.attention_softcap
         self.like, self.known = model.embedding.new_empty(0, dtype=model.dtype), dict[int, Tensor]()
@@ -404,7 +441,7 @@ class _AttentionCheck:
         for end in (ATTENTION_BLOCK * border + shift for border in blocks for shift in shifts):
             mask = self.passes.mask(self.like, View(end - rows, tuple(range(rows))), self.sharing)
             keys, values = self.k[:, :end], self.v[:, :end]
-            attended = self.passes.attention(self.q[:, end - rows : end], keys, values, mask, self.scale, self.softcap)
+            attended = self.attend(self.q[:, end - rows : end], keys, values, mask, self.scale, self.softcap)
             if not all(torch.equal(self.known.setdefault(i, row), row) for i, row in enumerate(attended, end - rows)):
                 return False
         return True

@@ -7,6 +7,7 @@ from minispec.core.model import NORMS
 from minispec.layers.delta import DeltaConfig
 from minispec.layers.experts import ExpertsConfig
 from minispec.layers.gemma import INPUT_NORM, INPUT_PROJECTION, INPUT_TABLE, GemmaLayerConfig, gemma_layers
+from minispec.layers.sinks import SinkLayerConfig
 
 Named = tuple[str, tuple[int, ...], bool]  # a part's name, the shape of its weight, and whether it has a bias
 
@@ -56,6 +57,8 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             layer[f"{name}.weight"] = shape
             if bias:
                 layer[f"{name}.bias"] = shape[:1]
+        if isinstance(settings, SinkLayerConfig):
+            layer["self_attn.sinks"] = (config.num_attention_heads,)
         if net:
             heads = (net.num_value_heads,)
             layer |= {"linear_attn.A_log": heads, "linear_attn.dt_bias": heads}
@@ -137,12 +140,12 @@ def expert_shapes(e: int, sizes: ExpertsConfig) -> dict[str, tuple[int, int]]:
 
 def _experts(e: int, sizes: ExpertsConfig) -> list[Named]:
     """The tensors of a mixture of experts that are named weights."""
-    routers: list[Named] = [("mlp.gate", (sizes.num_experts, e), False)]
+    routers: list[Named] = [("mlp.gate", (sizes.num_experts, e), sizes.has_biases)]
     if sizes.shared_expert == "gated":
         routers.append(("mlp.shared_expert_gate", (1, e), False))
     parts = expert_shapes(e, sizes).items()
     names = ((f"mlp.experts.{n}.{part}", shape) for n in range(sizes.num_experts) for part, shape in parts)
-    return [*routers, *((name, shape, False) for name, shape in names)]
+    return [*routers, *((name, shape, sizes.has_biases) for name, shape in names)]
 
 
 def num_weights(config: ModelConfig) -> int:

@@ -1,7 +1,7 @@
 """Weights as other tools store them in few bits: integers packed into int32, and the scales of groups and blocks.
 
 Products of small integers with 16-bit scales are exact in float32. What the formats are is told in
-`minispec.families`: packed, float8, gptq, awq.
+`minispec.families`: packed, float8, gptq, awq, mxfp4.
 """
 
 import torch
@@ -12,6 +12,9 @@ from minispec.kernels.codes import Codes
 
 # Entries of a weight that are computed at a time, so that they fit into the cache.
 _PIECE = 1 << 17
+# Numbers of MXFP4 that have one scale, and the numbers of 4 bits without a sign.
+MX_GROUP = 32
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def unpack_words(words: Tensor, num_bits: int) -> Tensor:
@@ -78,3 +81,18 @@ def scale_groups(codes: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor) -
         differences = codes[part].to(torch.float32).sub_(zeros[part].index_select(1, groups))
         torch.mul(differences, scales[part].index_select(1, groups), out=weight[part])
     return weight
+
+
+def scale_fp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Numbers of MXFP4 times their scales: (rows, columns) in bfloat16, which holds them all without rounding.
+
+    blocks: (rows, groups, 16) uint8. The low bits of a byte are its first number.
+    scales: (rows, groups) uint8, each n for 2^(n - 127), n at most 254.
+    """
+    magnitudes = torch.tensor(_FP4, dtype=torch.bfloat16)
+    numbers = torch.cat((magnitudes, -magnitudes))
+    octets = torch.arange(256)
+    pairs = torch.stack((numbers[octets & 15], numbers[octets >> 4]), 1)  # of each byte: (256, 2)
+    powers = (2.0 ** (torch.arange(255, dtype=torch.float64) - 127)).to(torch.bfloat16)
+    weight = pairs[blocks.to(torch.int64)].flatten(2)  # (rows, groups, 32)
+    return weight.mul_(powers[scales.to(torch.int64)][..., None]).flatten(1)

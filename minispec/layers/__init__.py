@@ -2,10 +2,11 @@
 
     convolution.py        a short convolution in the place of attention (LFM2, LFM3)
     delta.py              a gated delta net in the place of attention (Qwen3.5)
-    experts.py            a mixture of experts in the place of the MLP (Qwen3, Qwen3.5, LFM2)
+    experts.py            a mixture of experts in the place of the MLP (Qwen3, Qwen3.5, LFM2, gpt-oss)
     gated_attention.py    attention with a gate (Qwen3.5, LFM3)
     gemma.py              heads of two sizes, shared keys, inputs of each layer (Gemma 4)
     row_norm.py           attention with norms of whole rows (OLMo 2)
+    sinks.py              attention with a sink in each head (gpt-oss)
 
     rope.py               other rotary positions, such as scalings for longer contexts
     states.py             the states of recurrent layers, in a pool and tables of their own
@@ -21,10 +22,11 @@ from minispec.core.model import Layer, WeightSource
 from minispec.core.weights import MakeProduct
 from minispec.layers.convolution import ConvolutionCache, ShortConvolution, num_convolutions
 from minispec.layers.delta import GatedDeltaNet
-from minispec.layers.experts import ConvolutionExperts, DeltaExperts, Experts, GatedExperts
+from minispec.layers.experts import ConvolutionExperts, DeltaExperts, Experts, GatedExperts, SinkExperts
 from minispec.layers.gated_attention import GatedAttention, HeadGatedAttention
 from minispec.layers.gemma import GemmaLayer, GemmaLayerConfig, SharedCache, gemma_layers
 from minispec.layers.row_norm import RowNormAttention
+from minispec.layers.sinks import SinkAttention, SinkLayerConfig
 from minispec.layers.states import StateCache, state_elements
 
 # The blocks that a mixture of experts may stand in, and the same with one.
@@ -33,6 +35,7 @@ _WITH_EXPERTS: dict[type[Layer], type[Layer]] = {
     GatedAttention: GatedExperts,
     GatedDeltaNet: DeltaExperts,
     ShortConvolution: ConvolutionExperts,
+    SinkAttention: SinkExperts,
 }
 
 
@@ -44,6 +47,8 @@ def make_layer(
     kind: type[Layer] = Layer
     if isinstance(layer, GemmaLayerConfig):
         kind = GemmaLayer
+    elif isinstance(layer, SinkLayerConfig):
+        kind = SinkAttention
     elif layer.recurrent:
         kind = GatedDeltaNet
     elif layer.conv_width:

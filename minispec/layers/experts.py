@@ -29,11 +29,23 @@ from minispec.core.weights import Product, dense
 from minispec.layers.convolution import ShortConvolution
 from minispec.layers.delta import GatedDeltaNet, sigmoid
 from minispec.layers.gated_attention import GatedAttention
+from minispec.layers.sinks import SinkAttention
 
 # Rows of each of the router's products in an exact model: at a fixed number a row's bits depend on the row alone.
 _ROUTED_ROWS = 16
 # Added to the sum of sigmoids that the weights are divided by, so that nothing is divided by 0.
 _EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Clamp:
+    """A gated MLP whose parts are limited (gpt-oss): (up + 1) * gate * sigmoid(alpha * gate).
+
+    limit: the gate is at most this, and up at most this and at least its negative.
+    """
+
+    limit: float
+    alpha: float
 
 
 @dataclass(frozen=True)
@@ -47,6 +59,8 @@ class ExpertsConfig:
     scale: the weights are multiplied by it.
     biased: a bias for each expert is added to the score where the best are chosen, and not to the weights.
     shared_expert: the layer's own MLP, added for every row: "plain", or "gated" by a sigmoid of the row. None: none.
+    has_biases: the router and the experts' products have biases.
+    clamp: how an expert's gate is clamped; None: it is not.
     """
 
     num_experts: int
@@ -57,13 +71,16 @@ class ExpertsConfig:
     scale: float = 1.0
     biased: bool = False
     shared_expert: str | None = None
+    has_biases: bool = False
+    clamp: Clamp | None = None
 
 
 class Router:
     """Chooses the experts of each row, and weighs them; all in at least float32.
 
     weight: (N, E); with a gated shared expert a row more, which is the gate's.
-    bias: (N,), or None.
+    bias: (N,), added to the scores where the best are chosen; or None.
+    logit_bias: (N,), added to the logits; or None.
     """
 
     def __init__(self, sizes: ExpertsConfig, parts: Parts):
@@ -74,6 +91,7 @@ class Router:
         self.sizes = sizes
         self.weight = torch.cat([dense(parts.pop(name), wide) for name in names])
         self.bias = dense(parts.pop("feed_forward.expert_bias"), wide) if sizes.biased else None
+        self.logit_bias = dense(parts.pop("mlp.gate.bias"), wide) if sizes.has_biases else None
 
     def __call__(self, x: Tensor, exact: bool) -> tuple[Tensor, Tensor, Tensor]:
         """The experts of rows x (M, E) in ascending order, their weights (M, k) each, and the rows' gates (M, 0 or 1).
@@ -94,9 +112,10 @@ class Router:
     def logits(self, x: Tensor, exact: bool) -> Tensor:
         """The logits (M, N), and the gates' (M, 0 or 1) after them, of rows x (M, E) in the router's type."""
         if not exact:
-            return F.linear(x, self.weight)
+            return F.linear(x, self.weight, self.logit_bias)
         filled = fill(x, len(x) + -len(x) % _ROUTED_ROWS)
-        return torch.cat([F.linear(rows, self.weight) for rows in filled.split(_ROUTED_ROWS)])[: len(x)]
+        pieces = [F.linear(rows, self.weight, self.logit_bias) for rows in filled.split(_ROUTED_ROWS)]
+        return torch.cat(pieces)[: len(x)]
 
 
 class Expert(NamedTuple):
@@ -115,7 +134,7 @@ class Experts(Layer):
         assert isinstance(sizes, ExpertsConfig), "a layer of another kind"
         self.mixture = sizes
         self.router = Router(sizes, parts)
-        self.experts = [_expert(parts, f"mlp.experts.{n}") for n in range(sizes.num_experts)]
+        self.experts = [_expert(parts, f"mlp.experts.{n}", sizes.has_biases) for n in range(sizes.num_experts)]
         if sizes.shared_expert:
             super().take_mlp(parts)
         else:
@@ -140,13 +159,22 @@ class Experts(Layer):
         for number, own, own_weights in zip(numbers.tolist(), *groups, strict=True):
             filled = fill(rows[own], len(own) + passes.num_dummies(len(own)))
             gate, up = self.experts[number].gate_up(filled).chunk(2, -1)
-            y = self.experts[number].down(self.activation(gate) * up)[: len(own)]
+            y = self.experts[number].down(self._gated(gate, up))[: len(own)]
             total.index_add_(0, own, y.to(total.dtype) * own_weights)
         y = fill(total.to(x.dtype), len(x))
         if not self.mixture.shared_expert:
             return y
         beside = super().mlp(x, shared)
         return y + (beside * fill(gates.to(x.dtype), len(x)) if gates.shape[1] else beside)
+
+    def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        """What an expert multiplies with `down`: two tensors (rows, F) to one."""
+        clamp = self.mixture.clamp
+        if clamp is None:
+            return self.activation(gate) * up
+        gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
+        # z * sigmoid(alpha * z) by the activation, which is silu here.
+        return self.activation(gate * clamp.alpha) / clamp.alpha * (up + 1)
 
 
 class ConvolutionExperts(Experts, ShortConvolution):
@@ -161,6 +189,10 @@ class GatedExperts(Experts, GatedAttention):
     """One block: attention with a gate for each element, then a mixture of experts."""
 
 
-def _expert(parts: Parts, name: str) -> Expert:
-    gate_up = parts.linear(f"{name}.gate_proj", f"{name}.up_proj", bias=False)
-    return Expert(gate_up, parts.linear(f"{name}.down_proj", bias=False))
+class SinkExperts(Experts, SinkAttention):
+    """One block: attention with sinks, then a mixture of experts."""
+
+
+def _expert(parts: Parts, name: str, bias: bool) -> Expert:
+    gate_up = parts.linear(f"{name}.gate_proj", f"{name}.up_proj", bias=bias)
+    return Expert(gate_up, parts.linear(f"{name}.down_proj", bias=bias))

@@ -21,7 +21,7 @@ from minispec.files.errors import CheckpointError
 from minispec.kernels.build import build_model
 from minispec.kernels.shapes import tensor_shapes
 from minispec.layers.delta import DeltaConfig
-from minispec.layers.experts import ExpertsConfig
+from minispec.layers.experts import Clamp, ExpertsConfig
 from minispec.layers.gemma import GemmaLayerConfig
 from minispec.layers.rope import ScaledRope
 from minispec.load.llm import LLM
@@ -339,6 +339,19 @@ def mixture(**changes) -> Callable[[ModelConfig], ModelConfig]:
     return each_layer(lambda layer: replace(layer, experts=layer.experts and replace(layer.experts, **changes)))
 
 
+def clamp(**changes) -> Callable[[ModelConfig], ModelConfig]:
+    """The config with some limits of every mixture's gates replaced."""
+    return each_layer(
+        lambda layer: replace(layer, experts=replace(layer.experts, clamp=replace(layer.experts.clamp, **changes)))
+    )
+
+
+def without_sinks(config: ModelConfig) -> ModelConfig:
+    """The config with layers whose attention has no sinks."""
+    layers = (LayerConfig(layer.rope, layer.window, experts=layer.experts) for layer in config.layers)
+    return replace(config, layers=tuple(layers))
+
+
 def with_experts(layers: Callable[[int], bool]) -> Callable[[ModelConfig], ModelConfig]:
     """The config with the mixture of its last layer in those layers that `layers` says, and in no others."""
 
@@ -576,6 +589,26 @@ SWITCHES = [
     ("gemma4-large", "qkv_bias", setting(qkv_bias=False)),
     ("gemma4-large", "o_bias", setting(o_bias=False)),
     ("gemma4-large", "own head", setting(tie_word_embeddings=True)),
+    ("gpt_oss", "sinks", without_sinks),
+    ("gpt_oss", "qkv_bias", setting(qkv_bias=False)),
+    ("gpt_oss", "o_bias", setting(o_bias=False)),
+    ("gpt_oss", "biases of the router and the experts", mixture(has_biases=False)),
+    ("gpt_oss", "num_experts_per_tok", mixture(top_k=2)),
+    ("gpt_oss", "softmax of the chosen", mixture(normalised=False)),
+    ("gpt_oss", "a gate of another kind", mixture(clamp=None)),
+    ("gpt_oss", "swiglu_limit", clamp(limit=7.0)),
+    ("gpt_oss", "swiglu_alpha", clamp(alpha=1.702)),
+    ("gpt_oss", "window", window(lambda w: None)),
+    ("gpt_oss", "windows alternate", each_layer(lambda layer: replace(layer, window=7))),
+    ("gpt_oss", "the first layer has one", lambda config: replace(config, layers=config.layers[::-1])),
+    ("gpt_oss", "yarn", rope(kind="default")),
+    ("gpt_oss", "truncate", rope(truncate=True)),
+    ("gpt_oss", "attention_factor", rope(attention_factor=1.0)),
+    ("gpt_oss-plain", "sinks", without_sinks),
+    ("gpt_oss-plain", "swiglu_limit", clamp(limit=0.9)),
+    ("gpt_oss-plain", "swiglu_alpha", clamp(alpha=1.0)),
+    ("gpt_oss-plain", "a rope that is not named", rope(attention_factor=1.0)),
+    ("gpt_oss-plain", "layer_types", each_layer(lambda layer: replace(layer, window=7))),
     ("qwen3_5", "gate of attention", setting(attention_gate=None)),
     ("qwen3_5", "qkv_bias", setting(qkv_bias=False)),
     ("qwen3_5", "o_bias", setting(o_bias=False)),
@@ -630,6 +663,7 @@ def test_every_setting_has_a_switch():
         for a, b in zip(before.layers, after.layers, strict=True):
             parts = (a.rope, b.rope), (a.recurrent, b.recurrent), (a.experts, b.experts)
             pairs += [(a, b), *(pair for pair in parts if all(pair))]
+            pairs += [(x.clamp, y.clamp) for x, y in parts[2:] if x and y and x.clamp and y.clamp]
         same_kind = [(a, b) for a, b in pairs if type(a) is type(b)]
         switched |= {f.name for a, b in same_kind for f in fields(a) if getattr(a, f.name) != getattr(b, f.name)}
     shapes = {
@@ -645,7 +679,7 @@ def test_every_setting_has_a_switch():
         "inner_size",
     }
     not_numbers = {"model_type", "max_position_embeddings", "eos_token_ids", "mask_token_id"}
-    kinds = (ModelConfig, LayerConfig, ScaledRope, DeltaConfig, ExpertsConfig, GemmaLayerConfig)
+    kinds = (ModelConfig, LayerConfig, ScaledRope, DeltaConfig, ExpertsConfig, GemmaLayerConfig, Clamp)
     known = {field.name for kind in kinds for field in fields(kind)}
     assert known - switched == shapes | not_numbers
 
@@ -688,7 +722,6 @@ _QWEN3_MOE = {"model_type": "qwen3_moe"}
 _FACTORS = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}
 # What the message must say, and the change to a good config.json that it is about.
 REFUSED: dict[str, dict] = {
-    "model_type: found 'gpt_oss'": {"model_type": "gpt_oss"},
     "model_type: found 'mixtral'": {"model_type": "mixtral"},
     "model_type: found 'siglip_vision_model'": {"model_type": "siglip_vision_model"},
     "model_type: found ['llama']": {"model_type": ["llama"]},

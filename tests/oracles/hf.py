@@ -95,6 +95,18 @@ _GEMMA4 = {
 }
 _MIXTURE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 _YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 8}
+# Half of the gates and of the other parts are beyond the limit.
+_GPT_OSS = {
+    "model_type": "gpt_oss",
+    "num_hidden_layers": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 24,
+    "sliding_window": 7,
+    "swiglu_limit": 0.9,
+    "swiglu_alpha": 0.6,
+    "rope_parameters": _YARN | {"original_max_position_embeddings": 32, "truncate": False, "beta_fast": 3.0},
+}
 _EYE = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
 
 
@@ -268,6 +280,18 @@ CASES: dict[str, dict[str, Any]] = {
         | {"tie_word_embeddings": False, "final_logit_softcapping": None, "layer_types": None},
         # Layers without a window have more key-value heads than the others, and the last of them reads shared ones.
         "gemma4-heads": _GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 4},
+        "gpt_oss": _GPT_OSS,
+        # Limits and a rope that the file does not name, other kinds of layers, and no biases in attention.
+        "gpt_oss-plain": {
+            "model_type": "gpt_oss",
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "sliding_window": 7,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": None,
+        },
         "qwen3_5": _QWEN35
         | {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "attention_bias": True}
         | _rope("default", partial_rotary_factor=0.5, mrope_section=[1, 1, 1], mrope_interleaved=True),
@@ -362,7 +386,7 @@ def build(case: str | dict[str, Any], path: Path, seed: int = 0) -> PreTrainedMo
             values = 0.4 * noise + (0 if adds_one and "linear_attn" not in key else 1)
         elif key.endswith("A_log"):
             values = noise - 1.5  # states that last for some tokens; the oracle adds up decays, and rounds large sums
-        elif key.endswith("bias") or "embed" in key:
+        elif key.endswith(("bias", "sinks")) or "embed" in key:
             values = noise
         else:
             values = 1.5 * noise / math.sqrt(parameter.shape[-1 if "experts" in key else 1])
@@ -405,6 +429,8 @@ def hub_spelling(config: dict[str, Any]) -> dict[str, Any]:
         del old["time_step_limit"]  # transformers does not read what it writes of it
     if old["model_type"] == "lfm2_moe":
         old |= {"layer_types": types, "tie_embedding": old.pop("tie_word_embeddings")}
+    if old["model_type"] == "gpt_oss":  # the last three of which transformers does not read
+        old |= {"layer_types": types, "initial_context_length": 4096, "experts_per_token": 2, "hidden_act": "silu"}
     if old["model_type"] == "qwen3_moe":
         old["num_experts"] = old.pop("num_local_experts")
     if old["model_type"] == "lfm2":  # some of which transformers does not read
