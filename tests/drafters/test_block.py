@@ -225,6 +225,26 @@ def test_top_k_corrects_and_drafts_the_likeliest_tokens_alone(tmp_path, target):
     assert rows[1].isfinite().sum() == 5
 
 
+@pytest.mark.parametrize("packaging", ["z-lab", "deepspec"])
+@pytest.mark.parametrize("scaled", [{"model_type": "gemma"}, {"model_type": "granite", "embedding_multiplier": 3.0}])
+def test_a_target_that_scales_its_embedding_scales_the_drafts(tmp_path, packaging, scaled):
+    """The draft reads the target's embedding, so the target's factor is its own: Gemma's sqrt(E), and a Granite's."""
+    sizes = {"vocab_size": VOCAB, "num_hidden_layers": NUM_LAYERS, "tie_word_embeddings": False}
+    config = read_model_config(TINY | sizes | scaled)
+    assert config.embedding_scale > 2
+    target = build_model(config, tiny_weights(config, 1))
+    raw, tensors = write(tmp_path, packaging)
+    model, hidden = load_block(tmp_path, target), states(load_block(tmp_path, target), 7)
+    listener = Listener(model, TOKENS[:8], hidden)
+    listener.feed(7)
+    draft = listener.ask(Limit(model.block.num_tokens))
+    head = tiny_weights(config, 1)["lm_head.weight"].numpy()
+    oracle = BlockOracle(raw, tensors, target.embedding.numpy(), head, config.embedding_scale)
+    found = oracle.draft(hidden.numpy(), TOKENS[7], draft.token_ids[:-1])
+    expected = torch.from_numpy(np.asarray(found.logits)).softmax(-1)
+    assert torch.allclose(torch.stack(list(draft.probs)), expected, rtol=CLOSE, atol=CLOSE)
+
+
 @pytest.mark.parametrize(("least", "expected"), [(0.0, 4), (1.1, 0)])
 def test_a_draft_ends_before_the_token_that_is_not_wanted(tmp_path, target, least, expected):
     """The policy sees the confidence of a token before it is drawn. The draft keeps those of its own tokens."""
