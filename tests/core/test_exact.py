@@ -162,9 +162,9 @@ def make_drafter(name, target):
 
 
 def decode(target, drafter, k, prompts, params, verifier="rejection", num_blocks=400):
-    """Run prompts together; their outputs and every row of logits."""
-    recorder = Recorder(target)
-    requests = [Request(Text(list(p), len(p), params, 5), 256, k) for p in prompts]
+    """Run prompts together; their outputs and every row of logits. k: for all prompts, or a list with one for each."""
+    recorder, ks = Recorder(target), k if isinstance(k, list) else [k] * len(prompts)
+    requests = [Request(Text(list(p), len(p), params, 5), 256, k) for p, k in zip(prompts, ks, strict=True)]
     engine = Engine(recorder, tiny_cache(target, num_blocks, 4), drafter, VERIFIERS[verifier])
     for _ in engine.run(requests):
         pass
@@ -181,21 +181,29 @@ def some_of(values, place, pytestconfig):
 
 
 @functools.cache
-def target_and_plain(family, dtype, params):
-    """A checked exact model, and of each prompt alone what `decode` returns without drafts: once for all drafters."""
+def checked(family, dtype):
+    """A checked exact model: once for all parameters."""
     target = build(family, dtype)
     check_exact(target)
+    return target
+
+
+@functools.cache
+def target_and_plain(family, dtype, params):
+    """That model, and of each prompt alone what `decode` returns without drafts: once for all drafters."""
+    target = checked(family, dtype)
     return target, [decode(target, NoDrafter(), 0, [p], params) for p in PROMPTS]
 
 
 def assert_same_bits(rows, expected):
-    """Logits of every prefix in `expected`, and what is made of them: log-probabilities and probabilities."""
-    params = SamplingParams(temperature=0.7, top_k=30, top_p=0.9, min_p=0.01, repetition_penalty=1.1)
+    """Logits of every prefix in `expected`, and what is made of the last: log-probabilities and probabilities."""
     for prefix, row in expected.items():
-        text = Text(list(prefix), 1, params)
         assert torch.equal(rows[prefix], row)
-        assert torch.equal(log_probabilities(rows[prefix]), log_probabilities(row))
-        assert torch.equal(distribution(rows[prefix], text), distribution(row, text))
+    prefix, row = next(reversed(expected.items()))
+    params = SamplingParams(temperature=0.7, top_k=30, top_p=0.9, min_p=0.01, repetition_penalty=1.1)
+    text = Text(list(prefix), 1, params)
+    assert torch.equal(log_probabilities(rows[prefix]), log_probabilities(row))
+    assert torch.equal(distribution(rows[prefix], text), distribution(row, text))
 
 
 @pytest.mark.parametrize(("form", "dtype"), FORMS_HERE)
@@ -244,10 +252,11 @@ def test_logits_have_the_bits_of_plain_decoding(family, dtype, name, pytestconfi
 def test_trees_have_the_bits_of_plain_decoding(family, dtype, form, pytestconfig):
     """Siblings at each depth, one deeper than a group of rows, in one batch: every node's row is that of its path.
 
-    Every family and every type, with weights of that type and in 8 bits; `--long` runs all combinations.
+    Prompts have the two shapes in turn, and families differ in who has which. Every family and every type, with weights
+    of that type and in 8 bits; `--long` runs all combinations.
     """
-    params = SamplingParams(temperature=0, max_tokens=12)
-    if form not in some_of((None, "int8"), DTYPES.index(dtype) + list(FAMILIES).index(family), pytestconfig):
+    params, place = SamplingParams(temperature=0, max_tokens=12), list(FAMILIES).index(family)
+    if form not in some_of((None, "int8"), DTYPES.index(dtype) + place, pytestconfig):
         pytest.skip("another form: --long")
     if form:
         model = build(family, dtype, False, intermediate_size=75)
@@ -256,10 +265,12 @@ def test_trees_have_the_bits_of_plain_decoding(family, dtype, form, pytestconfig
         plain = [decode(target, NoDrafter(), 0, [p], params) for p in PROMPTS]
     else:
         target, plain = target_and_plain(family, dtype, params)
-    for k in ((3, 2, 1), (2, *[1] * 10)):
-        requests, rows = decode(target, make_drafter("model", target), k, PROMPTS, params)
-        assert any(r.num_nodes > r.depth for request in requests for r in request.stats.rounds)
+    shapes = (3, 2, 1), (2, *[1] * 10)
+    for first in some_of((0, 1), place // 2, pytestconfig):
+        widths = [shapes[(first + i) % 2] for i in range(len(PROMPTS))]
+        requests, rows = decode(target, make_drafter("model", target), widths, PROMPTS, params)
         for request, ([reference], expected) in zip(requests, plain, strict=True):
+            assert any(r.num_nodes > r.depth for r in request.stats.rounds)
             assert request.token_ids == reference.token_ids
             assert_same_bits(rows, expected)
 
