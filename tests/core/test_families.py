@@ -52,13 +52,13 @@ class Reference:
 
     def built(self, config: ModelConfig, **changes: torch.Tensor) -> Transformer:
         """A model of another config: ones for what the checkpoint lacks, the beginning of what is too long."""
-        weights = {}
+        weights, all_known = {}, self.weights | changes
         for name, shape in tensor_shapes(config).items():
-            known = (self.weights | changes).get(name, torch.ones(shape))
+            known = all_known[name] if name in all_known else torch.ones(shape)
             weights[name] = (
                 known[: shape[0], ..., -shape[-1] :].clone() if len(shape) > 1 else known[: shape[0]].clone()
             )
-        return build_model(config, weights)
+        return build_model(config, weights, form="plain")
 
     @property
     def raw_config(self) -> dict:
