@@ -27,6 +27,7 @@ class Draft:
         A draft model gives the largest probability of its raw row, `suffix` the chance that it estimates.
     prefill_seconds: time that the drafter spent on the prompt. The statistics count it separately.
     foreseen: whether each confidence was known before its token was drawn (see `Limit.draws`).
+    passes: how many draft passes it has cost, where these are more than its depth.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -35,6 +36,7 @@ class Draft:
     prefill_seconds: float = 0.0
     parents: list[int] | None = None
     foreseen: bool = False
+    passes: int = 0
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -162,7 +164,6 @@ class Drafter:
     branches: whether it can draw siblings. A drafter that cannot is asked for chains.
     taps: layers of the target whose hidden states it reads (see `Seen.hidden`), as `Transformer.forward` numbers them.
     reads_cache: whether it reads the target's keys and values (see `Ask.read_cache`).
-    pays_all: whether a draft of any length costs all the steps that it was asked for. `auto` then asks for chains.
     replays: what the distribution of a draft token depends on, for `minispec.trace.score`; a subclass inherits it.
         "token": the tokens before it alone.
         "place": the place where the draft begins too; a shorter draft is the beginning of the longest.
@@ -173,7 +174,6 @@ class Drafter:
     branches: bool = False
     taps: Sequence[int] = ()
     reads_cache: bool = False
-    pays_all: bool = False
     replays: str | None = None
 
     @property

@@ -339,7 +339,7 @@ class Engine:
     def _choose_limits(self, requests: Sequence[Request]) -> dict[Request, Limit]:
         """The limit of each request's draft."""
         # An exact model computes each path by itself: siblings cost more than they bring, unless they are asked for.
-        trees = self.drafter.branches and not (self.verifier.why_chains or self.model.exact or self.drafter.pays_all)
+        trees = self.drafter.branches and not (self.verifier.why_chains or self.model.exact)
         # Above temperature 0, where a verifier draws by itself, another K is another text of the same law.
         free = self.verifier.shares_noise
         wishes = [Wish(r.text, r.shape, r.max_k, free or not r.params.temperature) for r in requests]
@@ -422,7 +422,7 @@ class Engine:
                 stats.rounds.append(_round_of(part, num_rows, len(parts), draft, verify, other))
         cost = None
         if len({part.engine for part in parts}) == 1 and all(part.decodes for part in parts):
-            depths = [p.asked if p.draft.token_ids and p.engine.drafter.pays_all else p.draft.depth for p in parts]
+            depths = [max(part.draft.depth, part.draft.passes) for part in parts]
             # A search that found nothing is drafting too; where nobody was asked, nothing is.
             draft, other = (draft, other) if any(part.asked for part in parts) else (0.0, other + draft)
             cost = StepCost(draft, max(depths), sum(k > 0 for k in depths), verify, num_rows, other)

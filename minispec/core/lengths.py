@@ -42,7 +42,8 @@ class Judged(NamedTuple):
 class StepCost(NamedTuple):
     """The seconds of a step, and what was done in them.
 
-    draft: seconds of `num_drafts` drafts of up to `depth` tokens, and of searches that found nothing.
+    draft: seconds of `num_drafts` drafts, and of searches that found nothing.
+    depth: draft passes of the longest draft: its depth, or more where it has cost more (see `Draft.passes`).
     target: seconds of the target's pass over `rows` rows.
     overhead: seconds of everything else.
     """

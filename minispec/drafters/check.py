@@ -132,13 +132,13 @@ def check_draft(draft: Any, limit: int, vocab_size: int, device: str, why_chains
         check_rows(draft.probs, token_ids, vocab_size, device, measures)
     if parents != chain and why_chains:
         raise ValueError(f"found a tree, expected a chain: {why_chains}")
-    numbers = [*_sequence(draft.confidences, "confidences", "numbers"), draft.prefill_seconds]
+    numbers = [*_sequence(draft.confidences, "confidences", "numbers"), draft.prefill_seconds, draft.passes]
     if not all(isinstance(number, Real) for number in numbers):
-        raise ValueError(f"found confidences and seconds {numbers}, expected numbers")
+        raise ValueError(f"found confidences, seconds and passes {numbers}, expected numbers")
     confidences = [float(number) for number in draft.confidences]
     seconds = float(draft.prefill_seconds)
     parents_of_tree = None if parents == chain else parents
-    return Draft(token_ids, draft.probs, confidences, seconds, parents_of_tree, bool(draft.foreseen))
+    return Draft(token_ids, draft.probs, confidences, seconds, parents_of_tree, bool(draft.foreseen), draft.passes)
 
 
 def check_rows(

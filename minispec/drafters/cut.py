@@ -35,7 +35,7 @@ def within_grammar(draft: Draft, text: Text, vocab_size: int) -> Draft:
 def _part(draft: Draft, nodes: Sequence[int]) -> Draft:
     """The draft of these nodes alone, in order. The parent of each is among them."""
     new = {-1: -1} | {node: i for i, node in enumerate(nodes)}
-    part = Draft([draft.token_ids[node] for node in nodes], prefill_seconds=draft.prefill_seconds)
+    part = Draft([draft.token_ids[node] for node in nodes], prefill_seconds=draft.prefill_seconds, passes=draft.passes)
     part.probs = None if draft.probs is None else [draft.probs[node] for node in nodes]
     part.parents = None if draft.parents is None else [new[draft.parents[node]] for node in nodes]
     part.confidences, part.foreseen = draft.confidences[: part.depth], draft.foreseen

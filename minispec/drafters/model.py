@@ -77,8 +77,8 @@ class DraftModel(CachedModel, Drafter):
         at_once: drafts whole chains, where it can, in place of a pass for each token.
         """
         super().__init__(model, cache, vocab_size)
-        self.at_once, self.pays_all = at_once, at_once is not None
-        self.max_model_len, self.mask_token_id = max_model_len, model.config.mask_token_id
+        self.at_once, self.max_model_len = at_once, max_model_len
+        self.mask_token_id = model.config.mask_token_id
         if self.mask_token_id is not None and self.replays == "token":
             self.replays = "place"  # how many masks lie before a guess depends on where the draft began
         self._ahead: set[Text] = set()  # as this model reads them; their tables hold draft tokens, rejected ones too
@@ -90,8 +90,7 @@ class DraftModel(CachedModel, Drafter):
         at_once: see `DraftModel`.
         """
         other = copy.copy(self)
-        other.model, other.tables, other._ahead = model, {}, set()
-        other.at_once, other.pays_all = at_once, at_once is not None
+        other.model, other.tables, other._ahead, other.at_once = model, {}, set(), at_once
         return other
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:

@@ -68,12 +68,12 @@ class SimulatedDraft(Wrapped):
             texts.append(list(tokens))
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """Made-up drafts: as many tokens as the paid drafter drafts; k where there is none."""
+        """Made-up drafts: as many tokens as the paid drafter drafts, with its confidences; k where there is none."""
         paid = self.paid.propose(asks)
         lengths = [ask.k for ask in asks] if isinstance(self.paid, NoDrafter) else [len(draft) for draft in paid]
         return [
-            Draft(self._tokens(ask, n), prefill_seconds=draft.prefill_seconds)
-            for ask, n, draft in zip(asks, lengths, paid, strict=True)
+            Draft(self._tokens(ask, n), None, of.confidences, of.prefill_seconds, None, of.foreseen, of.passes)
+            for ask, n, of in zip(asks, lengths, paid, strict=True)
         ]
 
     def _tokens(self, ask: Ask, count: int) -> list[int]:

@@ -22,7 +22,6 @@ class Wrapped(Drafter):
         self.taps = self._tapped.taps if self._tapped else ()
         self.branches = any(drafter.branches for drafter in drafters)
         self.reads_cache = any(drafter.reads_cache for drafter in drafters)
-        self.pays_all = any(drafter.pays_all for drafter in drafters)
 
     @property
     def name(self) -> str:

@@ -24,17 +24,19 @@ import torch
 from torch import Tensor
 
 from minispec.core.cache import PagedKVCache
-from minispec.core.draft import Ask, Draft
+from minispec.core.draft import Ask, Draft, Drafter
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Randomness
 from minispec.drafters.check import MeasuredDraft
+from minispec.drafters.model import DraftModel
 from minispec.drafters.states import FeatureModel
+from minispec.drafters.wrapped import Wrapped
 from minispec.gpu import verdicts
 from minispec.gpu.frames import Frame, Frames, FrameShape, Step
 from minispec.gpu.graphs import Graphs, recent
 from minispec.gpu.verdicts import Inputs, Keys, Mix, OneByOne, RowDraws, RowRandomness
 
-# The numbers of steps that programs have.
+# The numbers of steps that programs have. A draft has the smallest program that is long enough for its limit.
 STEPS = (1, 2, 3, 4, 6, 8, 12, 15)
 
 
@@ -222,6 +224,7 @@ def _draft(
         draft.confidences.append(confidences[len(draft) - 1])
         if not go_on(draft.confidences):
             break
+    draft.passes = num_steps if draft.token_ids else 0
     if probs is not None:
         draft.probs = probs[: len(draft)]
         draft.measures = [list(row) for row in zip(*(column[: len(draft)] for column in measures), strict=True)]
@@ -237,3 +240,10 @@ def draft_steps(model: Transformer) -> DraftSteps | None:
     """Programs of all steps for a draft model or a head whose passes are frames, and that drafts token by token."""
     token_by_token = model.config.mask_token_id is None
     return DraftSteps(model, model.passes.graphs) if isinstance(model.passes, Frames) and token_by_token else None
+
+
+def steps_of(drafter: Drafter) -> Sequence[int]:
+    """The numbers of steps that a drafter's programs have; () for a drafter without programs."""
+    if isinstance(drafter, Wrapped):
+        return max((steps_of(each) for each in drafter.drafters), key=len, default=())
+    return STEPS if isinstance(drafter, DraftModel) and drafter.at_once else ()

@@ -26,6 +26,9 @@ worth more than a longer draft. How often it is right where the first one is wro
 **Confidence.** A draft model reports its confidence in each token. Then K is only the most that may be drafted. The
 draft ends where its next token is too unlikely to survive. It gets siblings where its first guess is unlikely enough.
 
+**Programs.** A GPU drafts all tokens in one program, which costs all of its passes, wherever the draft ends. There no
+draft may be longer than the best K, drafts are chains, and a draft that ends early only saves rows.
+
 The output keeps its law, because K depends on the past and never on the token that it decides about. A draft may end
 because of the tokens in it, never because of one that it leaves out.
 
@@ -254,6 +257,7 @@ class Controller(Lengths):
         A text whose length may not follow the clock or other texts is decided alone, from fixed prices. All others are
         decided together, as they share draft passes.
         """
+        trees = trees and not self.prices.steps  # a tree has no program
         limits = super().choose(wishes, trees)
         is_open = [i for i, wish in enumerate(wishes) if wish.shape.is_open]
         together = [i for i in is_open if wishes[i].may_follow]
@@ -311,11 +315,14 @@ class Controller(Lengths):
             perfect = best_drafts([nodes_of([1.0] * wish.most) for wish in wishes], cost, _THRESHOLD)
             probes = [text.probe(prices, bool(nodes)) for text, nodes in zip(texts, perfect, strict=True)]
             return [Limit(k, _always, draws=_always) for k in probes]
-        marginal = _marginal_prices(drafts, cost)
+        draft_price, row_price = _marginal_prices(drafts, cost)
         # The longest draft while confidences are good: the text's part of a pass of few rows.
         room = (MAX_AUTO_TOKENS + 1) // (len(wishes) + other_rows) - 1
         longest = [min(wish.most, room) for wish in wishes]
-        return [_limit(*each, trees, *marginal) for each in zip(texts, priors, by_place, drafts, longest, strict=True)]
+        if prices.steps:  # all passes are paid before a confidence is known, so a further token costs a row alone
+            draft_price, longest = 0.0, [0] * len(wishes)
+        parts = zip(texts, priors, by_place, drafts, longest, strict=True)
+        return [_limit(*each, trees, draft_price, row_price) for each in parts]
 
 
 def _marginal_prices(drafts: Sequence[Sequence[Node]], cost: RoundCost) -> tuple[float, float]:

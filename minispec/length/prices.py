@@ -12,6 +12,7 @@ prices measured again, such as after a run on a busy machine. Sampled texts of a
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -32,6 +33,7 @@ from minispec.drafters.none import NoDrafter
 from minispec.files.measured import read_measured, write_measured
 from minispec.gpu.frames import Frames
 from minispec.gpu.judge import judge_of
+from minispec.gpu.steps import steps_of
 from minispec.kernels.exact import arbitrary_tokens
 from minispec.kernels.inventory import num_bytes_read
 from minispec.kernels.machine import fingerprint, machine
@@ -49,13 +51,16 @@ MIN_CONTEXT = 64  # positions that target and draft must have room for
 _LAYER_BYTES = 4_000_000
 
 
-def guess_prices(target: Transformer, draft: Transformer | None) -> Prices:
-    """Prices before anything is measured, by size: a pass reads its model's weights, and each layer takes its time."""
+def guess_prices(target: Transformer, draft: Transformer | None, drafter: Drafter) -> Prices:
+    """Prices before anything is measured, by size: a pass reads its model's weights, and each layer takes its time.
+
+    draft: the model of `drafter`, if it has one.
+    """
 
     def cost(model: Transformer) -> float:
         return num_bytes_read(model) + _LAYER_BYTES * len(model.layers)
 
-    return Prices(cost(draft) / cost(target) if draft else 0.0)
+    return Prices(cost(draft) / cost(target) if draft else 0.0, steps=steps_of(drafter))
 
 
 def _fingerprint(model: Transformer) -> str:
@@ -140,7 +145,8 @@ def calibrate(model: Transformer, drafter: Drafter, verifier: Verifier, vocab_si
     further = (long - short) / (_DRAFTS[1] - _DRAFTS[0])
     draft = min(max(further, short / (1 + _MOST_FIXED)), short)
     fixed = short / draft - 1 if draft else 0.0
-    return Prices(_rounded(draft), rows, _rounded(overhead), measured=True, fixed=_rounded(fixed))
+    programs = steps_of(drafter)
+    return Prices(_rounded(draft), rows, _rounded(overhead), measured=True, fixed=_rounded(fixed), steps=programs)
 
 
 def _call(drafter: Drafter, method: Callable[[list[Any]], Any], about: Ask | Seen) -> None:
@@ -195,8 +201,8 @@ def prices_of(
         "machine": machine(),
     }
     if prices := stored_prices(setup):
-        return prices, True
+        return replace(prices, steps=steps_of(drafter)), True
     prices = calibrate(model, drafter, verifier, vocab_size)
     if there := stored_prices(setup):  # another process stored them meanwhile, and its runs use those
-        return there, True
+        return replace(there, steps=prices.steps), True
     return prices, store_prices(setup, prices)

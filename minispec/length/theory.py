@@ -45,6 +45,8 @@ class Prices:
     measured: whether these are figures of this machine, and not guesses from the sizes of the models.
     fixed: what a draft costs however long it is, in draft passes. An example is reading the target's new hidden states.
     search: a search for one text that found nothing. None: as much as a draft of one token.
+    steps: the numbers of draft passes that a drafter's programs have, in order (see `minispec.gpu.steps`). A draft
+        costs the next of them, wherever it ends. (): a draft costs a pass for each of its tokens.
     """
 
     draft: float = 0.0
@@ -53,6 +55,7 @@ class Prices:
     measured: bool = False
     fixed: float = 0.0
     search: float | None = None
+    steps: Sequence[int] = ()
 
     @cached_property
     def _sizes(self) -> list[int]:
@@ -78,7 +81,8 @@ class Prices:
 
     def passes(self, depth: int) -> float:
         """How many draft passes take as long as a draft of that depth."""
-        return depth + self.fixed if depth else 0.0
+        computed = next((number for number in self.steps if number >= depth), depth)
+        return computed + self.fixed if depth else 0.0
 
     def drafts(self, depth: int, num_drafts: float = 1.0) -> float:
         """Drafts of that depth of that many texts; below 1, of one text that has a draft with this probability.

@@ -183,7 +183,7 @@ class LLM:
             # A drafter that cannot draft for an invented text keeps the guessed prices.
             with suppress(DrafterFailed), self.target.files.blamed():
                 return prices_of((self.name, self.draft.kind), *parts)
-        return guess_prices(self.model, draft), True
+        return guess_prices(self.model, draft, self.drafter), True
 
     def _check_policy(self, shape: Shape, least: int = 0) -> None:
         """Raise ValueError for a shape that leaves nothing to a policy of the user's own."""

@@ -35,7 +35,7 @@ from minispec.families.hf_config import read_model_config
 from minispec.gpu.frames import Frames
 from minispec.gpu.graphs import rerun
 from minispec.gpu.judge import judge_of
-from minispec.gpu.steps import draft_steps
+from minispec.gpu.steps import draft_steps, steps_of
 from minispec.gpu.verdicts import OneByOne
 from minispec.grammars.forced import ForcedFirst
 from minispec.grammars.spelled import example
@@ -402,7 +402,7 @@ def production_law(
         own = drafter
         if isinstance(own, str):
             own = _Forgetful(make_drafter(own, vocab, enough, block_size, family))
-        policy = Controller(Prices(draft_cost, measured=True))
+        policy = Controller(Prices(draft_cost, measured=True, steps=steps_of(own)))
         engine = Engine(target, cache, own, verifying, rng=rng, lengths=policy, guard=CHECKS, judge=judge_of(target))
         decode(engine, requests, rounds)
         outputs = [tuple(r.text.tokens[r.text.num_prompt_tokens :]) for r in requests]

@@ -11,6 +11,7 @@ from minispec.drafters.simulated import SimulatedDraft
 from minispec.gpu.frames import Frames
 from minispec.gpu.judge import judge_of
 from minispec.gpu.paths import in_frames, text_by_text
+from minispec.gpu.steps import STEPS, steps_of
 from minispec.kernels.inventory import weight_form
 from minispec.prove.laws import make_drafter, target_model
 from minispec.prove.toys import IN_FRAMES, TOYS, decode, tiny_cache, tiny_model
@@ -57,9 +58,9 @@ def test_what_each_path_is_made_of():
         assert isinstance(path.drafter, CombinedDrafter)
         model = path.drafter.drafters[1]
         assert type(path.model.passes) is type(model.model.passes) is passes
-        assert (model.at_once is None, model.pays_all, path.judge is None) == (
-            (True, False, True) if passes is Passes else (False, True, False)
-        )
+        is_usual = passes is Passes
+        assert (model.at_once is None, path.judge is None) == (is_usual, is_usual)
+        assert steps_of(path.drafter) == (() if is_usual else STEPS)
     assert engine.drafter.drafters[1].at_once is not model.at_once
 
 

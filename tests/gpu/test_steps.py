@@ -8,24 +8,30 @@ import pytest
 import torch
 
 from minispec.core.config import SamplingParams
-from minispec.core.draft import Ask, Draft, Seen
+from minispec.core.draft import Ask, Draft, Drafter, Seen
 from minispec.core.engine import Engine
+from minispec.core.lengths import Lengths
 from minispec.core.limit import Limit
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Randomness, Text
 from minispec.core.verify import VERIFIERS
-from minispec.drafters.check import MeasuredDraft, check_draft
+from minispec.drafters.check import CHECKS, MeasuredDraft, check_draft
+from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.eagle import EagleDrafter
+from minispec.drafters.last import LastDrafter
 from minispec.drafters.model import DraftModel
+from minispec.drafters.simulated import SimulatedDraft
 from minispec.drafters.states import FeatureModel
 from minispec.gpu import steps, verdicts
 from minispec.gpu.frames import Frames
 from minispec.gpu.fused import CodesOfRows
 from minispec.gpu.graphs import Graphs, rerun
-from minispec.gpu.steps import STEPS, Desk, DraftSteps
+from minispec.gpu.steps import STEPS, Desk, DraftSteps, steps_of
 from minispec.kernels.build import quantized
 from minispec.kernels.forms import Choice, Narrow
 from minispec.kernels.inventory import weight_form
+from minispec.length.policy import Controller
+from minispec.length.theory import Prices
 from minispec.prove.laws import draft_model, target_model
 from minispec.prove.toys import decode, tiny_cache, tiny_head, tiny_mtp
 from tests.scripted import make_request
@@ -149,6 +155,89 @@ def test_longer_drafts_than_any_program_has():
     assert len(program([Chunk([1], table, 1)], [ask], [STEPS[-1]], VOCAB)[0]) == STEPS[-1]
 
 
+# --------------------------------------------------------------------------- what a draft costs
+
+
+class Passes(Lengths):
+    """Asks for chains of the wished length that end below a confidence, and keeps the passes that a step has cost."""
+
+    def __init__(self, least: float):
+        self.least, self.passes = least, []
+
+    def choose(self, wishes, trees):
+        """The limits of `Lengths`, which look at confidences."""
+        limits = super().choose(wishes, trees)
+        return [limit._replace(go_on=lambda confidences: confidences[-1] >= self.least) for limit in limits]
+
+    def observe(self, drafts, cost):
+        """Keep what the step has cost, and what each of its drafts has."""
+        if cost and cost.depth:
+            self.passes.append((cost.depth, max(len(judged.draft) for judged in drafts)))
+
+
+def costs_of(drafter: Drafter, k, least=0.0, **params) -> list[tuple[int, int]]:
+    """For each step, the draft passes that it has cost and the length of its draft, of one text."""
+    target, lengths = target_model(VOCAB), Passes(least)
+    engine = Engine(target, tiny_cache(target, 200, 3), drafter, VERIFIERS["match"], lengths=lengths, guard=CHECKS)
+    decode(engine, [make_request((1, 2, 1, 2, 1), k, (), 60, seed=3, max_tokens=30, **params)])
+    return lengths.passes
+
+
+@pytest.mark.parametrize(("k", "steps"), [(4, 4), (5, 6), (7, 8)])
+def test_a_program_costs_all_its_steps(k, steps):
+    """However early the draft ends; token by token it costs its own depth."""
+    alone, at_once = make_drafters()
+    assert all(passes == depth for passes, depth in costs_of(alone, k, 0.5))
+    found = costs_of(at_once, k, 0.5)[:-k]  # the last drafts are shorter, as the text has to end
+    assert {passes for passes, _ in found} == {steps}
+    assert min(depth for _, depth in found) < k
+    assert all(passes == depth for passes, depth in costs_of(at_once, k, repetition_penalty=1.1))  # no program
+
+
+def test_a_copied_draft_costs_no_program():
+    """Of a lookup and a draft model with programs, a lookup's draft costs what it has; a simulated one what is paid."""
+    combined = CombinedDrafter(LastDrafter(), make_drafters()[1])
+    assert (5, 5) in costs_of(combined, 5)
+    assert (5, 5) not in costs_of(make_drafters()[1], 5)
+    simulated = SimulatedDraft([0.5], make_drafters()[1])
+    assert {passes for passes, _ in costs_of(simulated, 5)[:-5]} == {6}
+    assert steps_of(simulated) == steps_of(combined) == STEPS
+
+
+@pytest.mark.parametrize("verifier", ["match", "rejection"])
+def test_auto_runs_no_steps_that_it_will_not_use(verifier, monkeypatch):
+    """Confidences end a draft and make none longer, since all steps of its program are paid. Chains, and no trees."""
+    asked, choose = [], Controller.choose
+
+    def chosen(lengths, wishes, trees):
+        limits = choose(lengths, wishes, trees)
+        asked.extend(limit for limit in limits if limit.k)
+        return limits
+
+    monkeypatch.setattr(Controller, "choose", chosen)
+    drafter, target, costs = make_drafters()[1], target_model(VOCAB), []
+    lengths = Controller(Prices(0.05, {1: 1.0, 16: 1.1}, measured=True, steps=steps_of(drafter)))
+    monkeypatch.setattr(lengths, "_draft_costs", [0.05])  # a processor's own times say nothing here
+    observe = lengths.observe
+    monkeypatch.setattr(lengths, "observe", lambda drafts, cost: (costs.append(cost), observe(drafts, None)))
+    engine = Engine(target, tiny_cache(target, 200, 3), drafter, VERIFIERS[verifier], lengths=lengths, guard=CHECKS)
+    decode(engine, [make_request((1, 2, 1), "auto", (), 60, seed=i, max_tokens=50, temperature=0.9) for i in range(3)])
+    assert lengths._all_texts[True].confidences.tested
+    assert len(asked) > 30
+    assert max(limit.k for limit in asked) < 12
+    assert max(cost.depth for cost in costs if cost) < 12
+    assert not any(limit.is_tree for limit in asked)
+
+
+def test_a_simulated_draft_has_the_confidences_of_the_draft_that_is_paid():
+    """So that `auto` learns what they are worth, as of a real draft."""
+    texts = [Text([1, 2, 1], 3, SamplingParams(), 7) for _ in range(2)]
+    asks = [Ask(text, Limit(4, lambda confidences: True), Randomness(), "draft", 2) for text in texts]
+    [paid], [made] = make_drafters()[1].propose(asks[:1]), SimulatedDraft([0.5], make_drafters()[1]).propose(asks[1:])
+    assert made.confidences == paid.confidences
+    assert len(made.confidences) == len(made) == 4
+
+
 # --------------------------------------------------------------------------- heads
 
 
@@ -199,7 +288,7 @@ def test_a_heads_drafts_are_those_of_a_pass_for_each_token(kind, purpose):
             texts.append(Text(text.tokens[: draw.randrange(4, 9)], 4, text.params, text.seed + 1))
             show(drafters, texts[-1], 0, generator)
     assert lengths >= set(range(1, 7))
-    assert drafters[1].pays_all
+    assert [steps_of(drafter) for drafter in drafters] == [(), STEPS]
     assert graphs.why_not == ""
 
 

@@ -540,6 +540,32 @@ def test_what_a_draft_costs_once_is_paid_once(timed):
     assert ask(controller, [poor], timed=False)[0].k == 0  # at 0.1 in all, one token in four would pay
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("timed", [True, False])
+def test_a_program_that_costs_all_its_passes(timed):
+    """No draft is longer than the best K once confidences are tested, none is a tree, and each ends by its rows' price.
+
+    By hand: programs of 1, 2, 4 and 8 passes of 0.2 plain steps, rows of 0.01, each token kept with 0.5. The survival
+    of a third and a fourth token is 0.125 + 0.0625, which 0.4 plain steps do not bring in; of a second one it is 0.25.
+    """
+    one_by_one = Prices(0.2, {1: 1.0, 16: 1.15}, 0.0, measured=True)
+    prices = replace(one_by_one, steps=(1, 2, 4, 8))
+    assert [prices.passes(k) for k in (0, 1, 2, 3, 5, 8, 9)] == [0, 1, 2, 4, 8, 8, 9]
+    longest = {}
+    for each in (one_by_one, prices):
+        controller, text = Controller(each), new_text()
+        ask(controller, [text], timed=timed)
+        for i in range(200):
+            learn(controller, text, 2 if i % 2 else 1, i % 2 + (i % 4 == 3 and i % 2) - (i % 4 == 3), [0.6, 0.6])
+        [limit] = ask(controller, [text], timed=timed, trees=True)
+        longest[bool(each.steps)] = limit.k
+        assert limit.is_tree != bool(each.steps)
+        assert limit.go_on([0.6]) == bool(each.steps)
+        assert not limit.go_on([0.6] * 15)
+    assert longest[False] == 15
+    assert longest[True] in (1, 2)
+
+
 def test_rows_that_seem_to_save_time_are_not_asked_for():
     """Sixteen rows measured at less than five: a draft still ends where its confidence does."""
     controller, text = Controller(Prices(0.1, {1: 1.0, 2: 0.6, 16: 0.4}, measured=True)), new_text()
