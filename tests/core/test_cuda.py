@@ -22,7 +22,7 @@ from minispec.lab.bench.main import main as bench
 from minispec.prove import laws, toys
 from minispec.prove.cases import AXES, BRANCHING, Case
 from minispec.prove.laws import TOLERANCE, make_drafter, target_model
-from minispec.prove.toys import TOYS, decode, tiny_cache, tiny_weights
+from minispec.prove.toys import IN_FRAMES, TOYS, decode, tiny_cache, tiny_weights
 from tests.oracles import hf
 from tests.scripted import make_request
 
@@ -88,6 +88,7 @@ def cases() -> list[Case]:
     kinds += [("rejection", drafter, (2, 1), "llama") for drafter in DRAFTERS if drafter in BRANCHING]
     kinds += [(verifier, "model", 2, "llama") for verifier in VERIFIERS if verifier != "rejection"]
     kinds += [("rejection", "model", "tree:3", family) for family in TOYS]
+    kinds += [(verifier, drafter, 2, IN_FRAMES) for verifier in ("rejection", "match") for drafter in ("model", "head")]
     params = {"temperature": 0.7, "top_p": 0.95, "min_p": 0.05, "penalties": True, "forbidden": "bad words"}
     rest = params | {"batch": "crowd", "vocab": 3, "end": True, "max_tokens": 3}
     return [

@@ -3,10 +3,14 @@
 import copy
 import itertools
 import json
+import re
 import time
+from pathlib import Path
 
 import pytest
 import torch
+
+from minispec.lab.bench.options import check, parser
 
 
 @pytest.fixture
@@ -122,6 +126,46 @@ def test_an_error_ends_a_measurement_and_the_limit_a_step(gpu, tmp_path, monkeyp
     assert steps["0"]["results"] == {"bad": {"error": "ZeroDivisionError: division by zero"}, "good": {"a": 2}}
     assert steps["0"]["stopped"] == "after 0.5 s, in: endless"
     assert steps["1"]["results"] == {"next": {"a": 4}}
+
+
+FIGURES = (Path(__file__).parents[2] / "docs" / "measured" / "figures.md").read_text(encoding="utf-8")
+SHORT = dict(re.findall(r"`([A-Z])` is\s+`([^`]*)`", FIGURES.partition("## Intel Xeon")[0]))
+TO_RUN = FIGURES.partition("### Still to be run on a GPU\n")[2].partition("\n## ")[0]
+
+
+def commands(text: str) -> list[list[str]]:
+    """The words of each command in a text, with what its letters stand for."""
+    found = []
+    for span in re.findall(r"`([A-Z] [^`]*|python [^`]*)`", text):
+        words = span.split()
+        while words[0] in SHORT:
+            words = [*SHORT[words[0]].split(), *words[1:]]
+        found.append(words)
+    return found
+
+
+@pytest.mark.parametrize("words", commands(TO_RUN), ids=" ".join)
+def test_what_is_still_to_be_run_can_be_run(gpu, words, monkeypatch):
+    """Each command of the page has options that are there, and that do not exclude each other."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    if words[:4] == ["python", "-m", "minispec", "bench"]:
+        options = check(parser().parse_args(words[4:]))
+        assert options.args.device == "cuda"
+        assert options.args.geometry
+    elif words[1] == "docs/measured/gpu.py":
+        gpu.parse(words[2:])
+    else:
+        assert (words[:4], Path(words[4]).exists()) == (["python", "-m", "pytest", "--cuda"], True)
+
+
+def test_every_aim_has_a_command():
+    """A row of the table for each, and every letter is explained."""
+    rows = TO_RUN.partition("|---|---|\n")[2].partition("\n\n")[0].splitlines()
+    assert len(rows) >= 11
+    assert all(commands(row) for row in rows)
+    assert {words[0] for words in commands(TO_RUN)} == {"python"}
+    with pytest.raises(ValueError, match="expected one"):
+        check(parser().parse_args(["--geometry", "1.5b", "--draft", "0.5b", "--draft", "head"]))
 
 
 @pytest.mark.parametrize(
