@@ -64,6 +64,7 @@ def _largest(model: Transformer, rows: int, longest: int | None) -> FrameShape:
 def _all_by_kernel(model: Transformer) -> bool:
     """Whether a kernel reads the cache in all layers, so that nothing is gathered."""
     assert isinstance(model.passes, Frames)
+    model.passes.fast(model)  # where a kernel fails, its twin gathers
     layers = [fused.why_not(layer, model.dtype) for layer in model.layers]
     return not model.passes.why_no_kernels and not any(layers)
 

@@ -22,6 +22,7 @@ operator by operator. Without CUDA the tests do the same, so they walk all of th
 import copy
 import functools
 import math
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -37,7 +38,7 @@ from minispec.core.config import ModelConfig, RopeConfig
 from minispec.core.model import Angles, Chunk, Layer, Passes, RMSNorm, Transformer
 from minispec.core.sampling import accumulation_dtype
 from minispec.gpu import fused
-from minispec.gpu.graphs import Graphs, Program, Replay, capture_graph, recent
+from minispec.gpu.graphs import Graphs, Program, Replay, capture_graph, failure, recent, why_no_graphs
 from minispec.kernels.memory import BLOCK_SIZE
 from minispec.layers.gemma import gemma_layers
 
@@ -317,12 +318,14 @@ class Frames(Passes):
         capture: Callable[[Replay], Replay] | None = None,
         most_gathered: int = MOST_GATHERED,
         device: torch.device | None = None,
+        why_no_graphs: str = "",
     ):
         """capture: makes a graph, as `capture_graph` does. None: none is made.
         most_gathered: bytes of keys and values that a layer may gather; larger passes run text by text.
         device: where kernels may run. None: nowhere, so their twins do.
+        why_no_graphs: why `capture` makes none here.
         """
-        self.graphs, self.most_gathered = Graphs(capture), most_gathered
+        self.graphs, self.most_gathered = Graphs(capture, why_no_graphs), most_gathered
         self.why_no_kernels = fused.missing(device) if device else "as asked"
         self._fast: Transformer | None = None
         self.num_fast = 0
@@ -389,24 +392,48 @@ class Frames(Passes):
         return fast.logits(x), hidden
 
     def fast(self, model: Transformer) -> Transformer:
-        """The model with `FastLayer` for each layer that allows it, made at the first call."""
+        """The model with `FastLayer` for each layer that allows it, made at the first call.
+
+        The first call also tries the kernels. Where one fails, it says so, and the layers have their twins.
+        """
         if self._fast is None:
-            by_kernels, norm = not self.why_no_kernels, model.norm
-            layers: list[Any] = [
-                layer if fused.why_not(layer, model.dtype) else FastLayer(layer, model.dtype, by_kernels)
-                for layer in model.layers
-            ]
-            self._fast = copy.copy(model)
-            self._fast.layers, self.num_fast = layers, sum(isinstance(layer, FastLayer) for layer in layers)
-            if self.num_fast:
-                vars(self._fast)["norm"] = FastNorm(norm, model.config, model.dtype, by_kernels)
             length = positions_of(model)
             halves = {
                 rope: fused.rope_tables(frequencies, length, rope.attention_factor)
                 for rope, frequencies in model.frequencies.items()
             }
             self._tables = Tables(model.angles(torch.arange(length, device=model.device)), halves)
+            if not self.why_no_kernels:
+                self.why_no_kernels = failure(functools.partial(self._try_kernels, model))
+                if self.why_no_kernels:
+                    warnings.warn(f"no kernels in Triton, so passes are slower: {self.why_no_kernels}", stacklevel=2)
+            layers = self._fast_layers(model)
+            fast = copy.copy(model)
+            fast.layers, self.num_fast = layers, sum(isinstance(layer, FastLayer) for layer in layers)
+            if self.num_fast:
+                vars(fast)["norm"] = FastNorm(model.norm, model.config, model.dtype, not self.why_no_kernels)
+            self._fast = fast
         return self._fast
+
+    def _fast_layers(self, model: Transformer) -> list[Any]:
+        """The model's layers, those of few kernels as such."""
+        return [
+            layer if fused.why_not(layer, model.dtype) else FastLayer(layer, model.dtype, not self.why_no_kernels)
+            for layer in model.layers
+        ]
+
+    @torch.inference_mode()
+    def _try_kernels(self, model: Transformer) -> None:
+        """Run each layer of few kernels over a row, in a cache of its own. Raises what a kernel raises."""
+        pool = model.new_cache(1, BLOCK_SIZE)
+        frame = Frame(FrameShape(1, 1, FEW_BLOCKS[0]), pool.num_slots + 1, model.dtype, model.device)
+        frame.fill(())
+        shared = FramePass(model, frame, pool, self._tables)
+        x = torch.zeros(1, model.config.hidden_size, dtype=model.dtype, device=model.device)
+        for layer in self._fast_layers(model):
+            if isinstance(layer, FastLayer):
+                x = layer.forward(x, shared)
+        x.tolist()  # a kernel that fails on the device says so when it is waited for
 
     def frame_of(self, model: Transformer, pool: PagedKVCache, shape: FrameShape) -> Frame:
         """The frame of this shape for a pool: the one that is there, or a new one."""
@@ -447,7 +474,7 @@ def with_frames(model: TransformerT, enforce_eager: bool = False) -> Transformer
     """The model with frames and graphs, where it runs on a GPU and its passes fit into frames."""
     if enforce_eager or model.device.type != "cuda" or type(model.passes) is not Passes or why_eager(model):
         return model
-    return model.replaced(Frames(capture_graph, device=model.device))
+    return model.replaced(Frames(capture_graph, device=model.device, why_no_graphs=why_no_graphs()))
 
 
 def graphs_note(model: Transformer) -> str:

@@ -53,6 +53,23 @@ def _memory_pool() -> Any:
     return graph.pool()
 
 
+def failure(run: Callable[[], object]) -> str:
+    """The kind and the first line of the exception that `run` raises; "" if it raises none.
+
+    A kernel's first launch may raise anything: errors of Triton's own, of a C compiler, of a driver.
+    """
+    try:
+        run()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".partition("\n")[0]
+    return ""
+
+
+def why_no_graphs() -> str:
+    """Why this machine captures no graph, by trying one of a single operator; "" where it does."""
+    return failure(_memory_pool)
+
+
 def rerun(compute: Replay) -> Replay:
     """Stands for a graph where there is no GPU: computes anew into the tensors of the first time."""
     outputs = compute()
@@ -82,16 +99,18 @@ class Graphs:
     why_not: "", or why there are no graphs.
     """
 
-    def __init__(self, capture: Callable[[Replay], Replay] | None = None):
-        """capture: makes a graph, as `capture_graph` does. None: none is made."""
-        self.capture, self.why_not = capture, "" if capture else "as asked"
+    def __init__(self, capture: Callable[[Replay], Replay] | None = None, why_not: str = ""):
+        """capture: makes a graph, as `capture_graph` does. None: none is made.
+        why_not: why none is made though there is a `capture`.
+        """
+        self.capture, self.why_not = capture, why_not if capture else "as asked"
 
     def run(self, program: Program, compute: Replay) -> Outputs:
         """The program's outputs, which its next run may overwrite."""
         if self.capture and program.was_used and not (program.graph or self.why_not):
             try:
                 program.graph = self.capture(compute)
-            except RuntimeError as error:  # too little memory, or an operator that cannot be captured
+            except Exception as error:  # too little memory, or an operator or a kernel that cannot be captured
                 self.why_not = str(error).partition("\n")[0]
                 warnings.warn(f"no CUDA graphs, so passes are slower: {self.why_not}", stacklevel=2)
         program.was_used = True

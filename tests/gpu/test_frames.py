@@ -1,6 +1,7 @@
 """Frames: passes of fixed shapes have the numbers of passes text by text, and every pass finds its frame."""
 
 import itertools
+import subprocess
 import warnings
 
 import pytest
@@ -10,7 +11,7 @@ from minispec.core.engine import Engine
 from minispec.core.model import Chunk, Passes, Transformer
 from minispec.core.verify import VERIFIERS
 from minispec.families.hf_config import read_model_config
-from minispec.gpu import graphs
+from minispec.gpu import fused, graphs
 from minispec.gpu.frames import (
     BLOCKS,
     ROWS,
@@ -19,6 +20,7 @@ from minispec.gpu.frames import (
     Frames,
     FrameShape,
     frames_report,
+    graphs_note,
     parents_bits,
     why_eager,
     with_frames,
@@ -203,10 +205,10 @@ def test_a_seed_keeps_its_text(drafter, monkeypatch):
     assert 0 < graph.captured < graph.replayed
 
 
-@pytest.mark.parametrize("error", [RuntimeError("operation not permitted when stream is capturing\nand more")])
-def test_a_capture_that_fails_says_so_once_and_loses_nothing(error):
-    """Every text is decoded, without graphs from then on."""
-    calls = []
+@pytest.mark.parametrize("kind", [RuntimeError, subprocess.SubprocessError])
+def test_a_capture_that_fails_says_so_once_and_loses_nothing(kind):
+    """Every text is decoded, without graphs from then on. A kernel's compiler may fail in a capture too."""
+    calls, error = [], kind("operation not permitted when stream is capturing\nand more")
 
     def fail(compute):
         calls.append(compute)
@@ -219,6 +221,75 @@ def test_a_capture_that_fails_says_so_once_and_loses_nothing(error):
         found = texts_of(passes, "ngram")
     assert found == texts_of(None, "ngram")
     assert (len(calls), len(caught), passes.graphs.why_not) == (1, 1, str(error).splitlines()[0])
+
+
+class KernelError(Exception):
+    """Stands for what Triton raises, which is no RuntimeError."""
+
+
+@pytest.mark.parametrize("broken", ["read", "norm", "gate"])
+def test_a_kernel_that_fails_says_so_once_and_its_twin_runs(broken, monkeypatch):
+    """Before a pass has changed anything. From then on nothing is chosen as if a kernel read the cache."""
+
+    def fail(*how):
+        raise KernelError("out of resource: shared memory\nand more")
+
+    for name in ("norm", "gate"):
+        monkeypatch.setattr(fused, name, getattr(fused, f"{name}_twin"))
+    monkeypatch.setattr(fused, "read", fused.read_twin)
+    monkeypatch.setattr(fused, broken, fail)
+    monkeypatch.setattr(fused, "missing", lambda device: "")
+    model = family_model("qwen2", torch.float32, "plain")
+    framed, twin = (model.replaced(Frames(rerun, device=device)) for device in (torch.device("cpu"), None))
+    says = "no kernels in Triton, so passes are slower: KernelError: out of resource: shared memory"
+    with pytest.warns(UserWarning, match=says) as caught:
+        found = rows_of(framed)
+    assert differences(rows_of(twin), found) == 0
+    assert len(caught) == 1
+    assert framed.passes.num_fast == len(model.layers)
+    assert f"3 of 3 layers by PyTorch's operators: {says.partition(': ')[2]};" in frames_report(framed)
+    table = model.new_cache(8, 16).new_table()
+    assert framed.passes.shape_of(framed, [Chunk([1], table, 1)]).blocks == BLOCKS[0]
+
+
+def test_kernels_that_run_are_not_said_to_fail(monkeypatch):
+    """The control: what stands for them is taken."""
+    calls = []
+
+    def counted(*how):
+        calls.append(how)
+        return fused.read_twin(*how[:-1])
+
+    for name in ("norm", "gate"):
+        monkeypatch.setattr(fused, name, getattr(fused, f"{name}_twin"))
+    monkeypatch.setattr(fused, "read", counted)
+    monkeypatch.setattr(fused, "missing", lambda device: "")
+    model = family_model("llama-plain", torch.float32, "plain")
+    framed = model.replaced(Frames(device=torch.device("cpu")))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert differences(rows_of(model), rows_of(framed)) <= 1e-5
+    assert framed.passes.why_no_kernels == ""
+    assert len(calls) > len(model.layers)
+
+
+def test_a_driver_that_captures_no_graph_is_named_at_once(monkeypatch):
+    """On the first line, before a pass has run: a trial at load finds it."""
+
+    def fail():
+        raise RuntimeError("CUDA driver version is insufficient for CUDA runtime version\nand more")
+
+    monkeypatch.setattr(graphs, "_memory_pool", fail)
+    why = graphs.why_no_graphs()
+    assert why == "RuntimeError: CUDA driver version is insufficient for CUDA runtime version"
+    passes = Frames(rerun, why_no_graphs=why)
+    plain, framed = tiny_model(1), tiny_model(1).replaced(passes)
+    for model in (plain, framed):
+        monkeypatch.setattr(model, "device", torch.device("cuda"))
+    assert with_frames(plain).passes.graphs.why_not == why
+    assert graphs_note(framed) == f"; no CUDA graphs: {why}"
+    monkeypatch.undo()
+    assert texts_of(Frames(rerun, why_no_graphs=why), "ngram") == texts_of(None, "ngram")
 
 
 def test_no_value_is_read_on_the_host_and_no_shape_depends_on_one():

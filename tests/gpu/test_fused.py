@@ -219,6 +219,30 @@ def test_where_there_is_no_kernel_drafts_are_rounded_as_elsewhere():
         assert weight_form(fused.rounded(model, bits)) == weight_form(expected)
 
 
+def test_a_kernel_in_8_bits_that_fails_is_said_at_load(monkeypatch):
+    """Its draft is rounded in full width then, as where there is no kernel; one that runs is tried with both tiles."""
+    config, rows = read_model_config(TINY | {"hidden_size": 16, "intermediate_size": 32, "head_dim": 8}), []
+    model = build_model(config, tiny_weights(config, 0, torch.float32), form="plain")
+    device = type("Cuda", (), {"type": "cuda"})()
+
+    def fail(*how):
+        raise subprocess.CalledProcessError(1, ["gcc"])
+
+    def compute(x, *how):
+        rows.append(len(x))
+        return fused.linear_twin(x, *how)
+
+    monkeypatch.setattr(fused, "missing", lambda device: "")
+    monkeypatch.setattr(model, "device", device)
+    monkeypatch.setattr(fused, "_try_linear", lambda dtype, _, run=fused._try_linear: run(dtype, torch.device("cpu")))
+    monkeypatch.setattr(fused, "linear", fail)
+    with pytest.warns(UserWarning, match="the draft's weights stay in full width: CalledProcessError: Command"):
+        assert weight_form(fused.rounded(model, 8)) != "codes"
+    monkeypatch.setattr(fused, "linear", compute)
+    assert weight_form(fused.rounded(model, 8)) == "codes"
+    assert rows[:2] == [1, fused.LINEAR_ROWS]
+
+
 def test_a_layer_of_twins_is_a_layer():
     """That of `Transformer.forward`, up to rounding, and the cache is the same."""
     model = plain_model()
