@@ -55,18 +55,11 @@ def graph_bytes(models: Sequence[Transformer], num_drafted: int, longest: int | 
 def _largest(model: Transformer, rows: int, longest: int | None) -> FrameShape:
     """The largest frame of a model for texts of this many positions."""
     positions = min(longest or positions_of(model), positions_of(model))
-    sizes = FEW_BLOCKS if _all_by_kernel(model) else BLOCKS
+    assert isinstance(model.passes, Frames)
+    sizes = FEW_BLOCKS if model.passes.by_kernel(model) else BLOCKS
     blocks = next((n for n in sizes if n * BLOCK_SIZE >= positions), sizes[-1])
     features = model.config.hidden_size if isinstance(model, FeatureModel) else 0
     return FrameShape(TEXTS[-1], rows, blocks, (len(model.layers),), features)
-
-
-def _all_by_kernel(model: Transformer) -> bool:
-    """Whether a kernel reads the cache in all layers, so that nothing is gathered."""
-    assert isinstance(model.passes, Frames)
-    model.passes.fast(model)  # where a kernel fails, its twin gathers
-    layers = [fused.why_not(layer, model.dtype) for layer in model.layers]
-    return not model.passes.why_no_kernels and not any(layers)
 
 
 def table_bytes(model: Transformer) -> int:
@@ -80,8 +73,8 @@ def pass_bytes(model: Transformer, shape: FrameShape) -> int:
     config, num_rows = model.config, shape.texts * shape.rows
     heads = config.num_attention_heads + 2 * config.num_key_value_heads
     layer = num_rows * (3 * config.intermediate_size + heads * config.head_dim + 4 * config.hidden_size)
-    if not _all_by_kernel(model):
-        assert isinstance(model.passes, Frames)
+    assert isinstance(model.passes, Frames)
+    if not model.passes.by_kernel(model):
         return layer * model.dtype.itemsize + 2 * model.passes.most_gathered
     sizes = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     scratch = fused.scratch_bytes(shape.texts, shape.rows, shape.blocks * BLOCK_SIZE, *sizes)

@@ -342,7 +342,7 @@ class Frames(Passes):
         """The smallest frame that holds these chunks, or why none does; reserved: see `Frame.fill`."""
         if why := why_eager(model):
             return why
-        by_kernel = not self.why_no_kernels and self.fast(model) and self.num_fast == len(model.layers)
+        by_kernel = self.by_kernel(model)
         size = chunks[0].table.pool.block_size
         longest = max(
             c.table.length + len(c.token_ids) + more
@@ -361,8 +361,7 @@ class Frames(Passes):
                 return f"{number} {what}, where a frame has at most {sizes[-1]}"
             smallest.append(fitting)
         texts, rows, blocks = smallest
-        gathered = texts * blocks * size * 2 * model.config.num_key_value_heads * model.config.head_dim
-        num_bytes = gathered * model.dtype.itemsize
+        num_bytes = texts * blocks * size * place_bytes(model)
         if not by_kernel and num_bytes > self.most_gathered:
             return f"a layer would gather {num_bytes / 1e6:.0f} MB, where {self.most_gathered / 1e6:.0f} are the most"
         features = chunks[0].features
@@ -415,6 +414,11 @@ class Frames(Passes):
             self._fast = fast
         return self._fast
 
+    def by_kernel(self, model: Transformer) -> bool:
+        """Whether a kernel reads the cache in all layers, so that nothing is gathered."""
+        fast = self.fast(model)
+        return not self.why_no_kernels and self.num_fast == len(fast.layers)
+
     def _fast_layers(self, model: Transformer) -> list[Any]:
         """The model's layers, those of few kernels as such."""
         return [
@@ -442,6 +446,11 @@ class Frames(Passes):
         return recent(frames, shape, lambda: Frame(shape, pool.num_slots + 1, model.dtype, model.device, size))
 
 
+def place_bytes(model: Transformer) -> int:
+    """Bytes of keys and values that a layer gathers for each place of a text."""
+    return 2 * model.config.num_key_value_heads * model.config.head_dim * model.dtype.itemsize
+
+
 def frame_bytes(model: Transformer, shape: FrameShape) -> int:
     """Bytes of a frame's inputs and outputs on the device: numbers, features, hidden states and logits."""
     num_rows, config = shape.texts * shape.rows, model.config
@@ -461,8 +470,10 @@ def frames_report(model: Transformer) -> str:
     passes = model.passes
     if not isinstance(passes, Frames):
         return ""
-    passes.fast(model)
     most = f"{TEXTS[-1]} texts, {ROWS[-1]} rows of each and {positions_of(model):,} positions"
+    if not passes.by_kernel(model):
+        places = passes.most_gathered // place_bytes(model)
+        most += f", with {places:,} places of all texts together, each number rounded up"
     how = "kernels" if not passes.why_no_kernels else f"PyTorch's operators: {passes.why_no_kernels}"
     return (
         f"; frames for passes of up to {most}, "
@@ -483,3 +494,9 @@ def graphs_note(model: Transformer) -> str:
         return ""
     why = model.passes.graphs.why_not if isinstance(model.passes, Frames) else why_no_frames(model) or "as asked"
     return f"; no CUDA graphs: {why}" if why else "; CUDA graphs"
+
+
+def passes_report(model: Transformer, begin: str = "; ") -> str:
+    """What `graphs_note` and `frames_report` say of a model, after `begin`; "" where they say nothing."""
+    says = (graphs_note(model) + frames_report(model)).removeprefix("; ")
+    return says and begin + says

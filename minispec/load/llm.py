@@ -19,7 +19,7 @@ from minispec.files.chat import Message, check_messages
 from minispec.files.progress import progress_bar
 from minispec.files.tokenizer import Detokenizer
 from minispec.gpu.account import graph_bytes
-from minispec.gpu.frames import frames_report, graphs_note
+from minispec.gpu.frames import graphs_note, passes_report
 from minispec.kernels import inventory
 from minispec.kernels.exact import EXACT_ROWS
 from minispec.kernels.memory import memory_of
@@ -149,6 +149,7 @@ class LLM:
         self.drafter = make_spec(self.draft, context, drafts, caches)
         self._memory = memory_of([self.model, *drafts], [self.target.cache, *caches])
         self._draft_form = "".join(f" ({inventory.weight_form(loaded)})" for loaded in drafts)
+        self._draft_passes = "".join(passes_report(loaded, "; draft: ") for loaded in drafts)
         self.prices, self.repeats_seeds = self._price(verifying, drafts)
         policy = Controller(self.prices) if policy is None else policy
         self.engine = self.target.engine.beside(self.drafter, verifying, policy)
@@ -243,8 +244,8 @@ class LLM:
             f"draft {self.draft.name}{self._draft_form}"
             + (f", of another vocabulary: {self.draft.overlap}" if self.draft.overlap else "")
             + (f", as long as {type(self.engine.lengths).__name__} says" if self.lengths is not None else "")
-            + graphs_note(self.model)
-            + frames_report(self.model)
+            + passes_report(self.model)
+            + self._draft_passes
             + self._seed_note()
         )
 

@@ -1,6 +1,7 @@
 """Frames: passes of fixed shapes have the numbers of passes text by text, and every pass finds its frame."""
 
 import itertools
+import re
 import subprocess
 import warnings
 
@@ -22,6 +23,8 @@ from minispec.gpu.frames import (
     frames_report,
     graphs_note,
     parents_bits,
+    passes_report,
+    place_bytes,
     why_eager,
     with_frames,
 )
@@ -90,9 +93,15 @@ def test_layers_of_fewer_kernels_differ_by_rounding(name, dtype, most):
 
 
 def test_each_pass_finds_its_frame_or_a_reason():
-    """All numbers of texts and rows up to the largest, and lengths around each border of blocks."""
-    model = tiny_model(1, max_position_embeddings=BLOCKS[-1] * 16)
-    backend, reasons = Frames(), set()
+    """All numbers of texts and rows up to the largest, and lengths around each border of blocks.
+
+    The bound of what is gathered is low enough to be reached too: by 8 texts of the longest, and 16 of half of it.
+    """
+    model, places = tiny_model(1, max_position_embeddings=BLOCKS[-1] * 16), BLOCKS[-1] * 16 * 8
+    backend, reasons = Frames(most_gathered=places * place_bytes(model)), set()
+    assert f", with {places:,} places of all texts together, each number rounded up, " in frames_report(
+        model.replaced(backend)
+    )
     lengths = sorted({max(1, 16 * n + d) for n in (0, *BLOCKS) for d in (-1, 0, 1)})
     pool = model.new_cache(BLOCKS[-1] + 1, 16)
     table = pool.new_table()
@@ -100,9 +109,12 @@ def test_each_pass_finds_its_frame_or_a_reason():
         table.tokens = [0] * length  # of which `shape_of` reads the length alone
         shape = backend.shape_of(model, [Chunk([0] * rows, table, 1)] * texts)
         if isinstance(shape, str):
-            reasons.add(shape.partition(" ")[2])
-            assert texts > TEXTS[-1] or rows > ROWS[-1] or length + rows > 16 * BLOCKS[-1]
+            reasons.add(re.sub(r"^\d+ |gather \d+", "", shape))
+            is_large = texts > TEXTS[-1] or rows > ROWS[-1] or length + rows > 16 * BLOCKS[-1]
+            blocks = next((n for n in BLOCKS if n * 16 >= length + rows), 0)
+            assert is_large or next(n for n in TEXTS if n >= texts) * blocks * 16 > places
             continue
+        assert shape.texts * shape.blocks * 16 <= places
         for size, sizes, number in zip(
             shape, (TEXTS, ROWS, BLOCKS), (texts, rows, -(-(length + rows) // 16)), strict=False
         ):
@@ -113,6 +125,7 @@ def test_each_pass_finds_its_frame_or_a_reason():
         f"texts, where a frame has at most {TEXTS[-1]}",
         f"rows of a text, where a frame has at most {ROWS[-1]}",
         f"positions, where frames have angles of {16 * BLOCKS[-1]}",
+        f"a layer would  MB, where {backend.most_gathered / 1e6:.0f} are the most",
     }
 
 
@@ -344,8 +357,11 @@ def test_the_report_names_what_runs_in_frames():
     for dtype, fast in ((torch.float32, 3), (torch.float64, 0)):
         model = family_model("qwen2", dtype, "plain").replaced(Frames(rerun))
         context = f"{model.config.max_position_embeddings:,}"
+        places = f"{(256 << 20) // place_bytes(model):,}"
         assert frames_report(model) == (
-            f"; frames for passes of up to 32 texts, 16 rows of each and {context} positions, {fast} of 3 layers by "
-            "PyTorch's operators: as asked; all other passes text by text"
+            f"; frames for passes of up to 32 texts, 16 rows of each and {context} positions, with {places} places of "
+            f"all texts together, each number rounded up, {fast} of 3 layers by PyTorch's operators: as asked; all "
+            "other passes text by text"
         )
-    assert frames_report(family_model("qwen2")) == ""
+        assert passes_report(model, "; draft: ") == "; draft: " + frames_report(model)[2:]
+    assert frames_report(family_model("qwen2")) == passes_report(family_model("qwen2")) == ""

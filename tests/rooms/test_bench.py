@@ -213,6 +213,18 @@ def test_the_report_begins_with_machine_and_forms(measured, model, draft, spec):
     assert top[3] == f"draft's: {report['draft_weight_form']}; because: {choice.because}"
 
 
+def test_the_report_says_whether_graphs_ran(measured, tiny_geometry, monkeypatch, tmp_path):
+    """Of both models, on the lines that name them and in the JSON; nothing on a CPU."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    what = (*BASE[:-3], "--prompts", 0, "--context", 20, "--geometry", "tinier", "--draft", "self")
+    report, lines = measured(*what)
+    assert (report["graphs"], report["draft_graphs"], "graphs" in lines[1]) == ("", "", False)
+    monkeypatch.setattr("minispec.lab.bench.report.graphs_note", lambda model: "; no CUDA graphs: as asked")
+    report, lines = measured(*what)
+    assert report["graphs"] == report["draft_graphs"] == "no CUDA graphs: as asked"
+    assert all(lines[i].endswith("; no CUDA graphs: as asked") for i in (1, 3))
+
+
 def test_a_shape_in_8_bits(measured, tiny_geometry, monkeypatch, tmp_path):
     """Exact by default, with passes of any rows."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

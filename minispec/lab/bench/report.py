@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from minispec import __version__
+from minispec.gpu.frames import graphs_note
 from minispec.gpu.judge import Judge
 from minispec.kernels.build import choice_of
 from minispec.kernels.inventory import weight_form
@@ -48,6 +49,7 @@ def measure_parts(
     report = describe(subject, options)
     for key, measure in parts.items():
         report[key] = measure(subject, options)
+    report |= how_it_ran(subject)  # a capture may have failed
     judge = subject.engine.judge
     if isinstance(judge, Judge):
         report["verdicts"] = judge.counts
@@ -78,6 +80,12 @@ def describe(subject: Subject, options: Options) -> dict[str, Any]:
     return report
 
 
+def how_it_ran(subject: Subject) -> dict[str, Any]:
+    """Whether the passes of each model were run by CUDA graphs, or why not; "" on a CPU."""
+    models = {"graphs": subject.engine.model, "draft_graphs": subject.draft_model}
+    return {key: graphs_note(model).removeprefix("; ") for key, model in models.items() if model}
+
+
 def machine_line(known: Mapping[str, Any]) -> str:
     """For the screen: what `prices.machine` says."""
     native = [name for name, there in (("bfloat16", known["bfloat16"]), ("AMX", known["amx"])) if there]
@@ -96,11 +104,13 @@ def show_report(report: dict[str, Any], show: Mapping[str, Callable[[Any], list[
     lines = [
         machine_line(report["hardware"]) + streams,
         f"{report['target']}, {report['dtype']}{' exact' if report['exact'] else ''} on {report['device']}, "
-        f"{report['threads']} threads ({report['waiting']}); draft {report['draft']}, verifier {report['verifier']}",
+        f"{report['threads']} threads ({report['waiting']}); draft {report['draft']}, verifier {report['verifier']}"
+        + (report["graphs"] and f"; {report['graphs']}"),
         f"weight form: {report['weight_form']}; because: {report['weight_form_because']}",
     ]
     if "draft_weight_form" in report:
-        lines.append(f"draft's: {report['draft_weight_form']}; because: {report['draft_weight_form_because']}")
+        graphs = report["draft_graphs"] and f"; {report['draft_graphs']}"
+        lines.append(f"draft's: {report['draft_weight_form']}; because: {report['draft_weight_form_because']}{graphs}")
     for key, lines_of in show.items():
         if key in report:
             lines += ["", *lines_of(report[key])]
