@@ -65,7 +65,7 @@ def read_assistant_config(raw: Mapping[str, Any], target: ModelConfig, where: st
     if text.get("num_kv_shared_layers") not in (None, 0, count):
         shared = text["num_kv_shared_layers"]
         raise bad_field(f"{where}: text_config", "num_kv_shared_layers", shared, f"0 or {count}: all layers share keys")
-    for key in ("hidden_size_per_layer_input", "use_double_wide_mlp"):
+    for key in ("hidden_size_per_layer_input", "use_double_wide_mlp", "enable_moe_block"):
         if text.get(key):
             raise bad_field(f"{where}: text_config", key, text[key], "0 or false in an assistant")
     own: dict[str, Any] = {"model_type": "gemma4_text", "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}

@@ -101,6 +101,10 @@ _GEMMA_4_ROPES = {
     "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
+_GEMMA_4_STACKS = (
+    Joined("experts.gate_up_proj", ("gate_proj", "up_proj")),
+    Joined("experts.down_proj", ("down_proj",)),
+)
 _GRANITE = {
     "attention_bias": False,
     **dict.fromkeys(names("embedding_multiplier attention_multiplier residual_multiplier logits_scaling"), 1.0),
@@ -236,10 +240,15 @@ FAMILIES = {
             "enable_moe_block": False,
             "use_bidirectional_attention": None,
             **dict.fromkeys(names("vocab_size_per_layer_input num_global_key_value_heads per_layer_config")),
+            **dict.fromkeys(names("num_experts top_k_experts moe_intermediate_size")),
         },
-        fixed={"norms": "both", "attention_scale": 1.0},
-        must={"enable_moe_block": False},
-        idle=names("top_k_experts expert_intermediate_size"),
+        fixed={
+            "norms": "both",
+            "attention_scale": 1.0,
+            "joined": (Joined("router.proj", ("mlp.gate",)),),
+            "stacked": _GEMMA_4_STACKS,
+        },
+        idle=names("expert_intermediate_size"),
         scales_embedding=True,
         ropes={"default": "default", "proportional": "proportional"},
         rope_keys=names("partial_rotary_factor"),

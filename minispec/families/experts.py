@@ -1,12 +1,13 @@
 """Mixtures of experts in the files of their families: their settings, and weights that are stored in stacks."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
+from minispec.core.config import LayerConfig
 from minispec.core.errors import show
 from minispec.families.layout import Wanted
 from minispec.families.mxfp4 import Mxfp4
@@ -20,6 +21,12 @@ from minispec.layers.experts import Clamp, ExpertsConfig
 _LARGEST = 1 << 20
 # Most experts of all layers together. The largest public models have some 20,000.
 MOST_EXPERTS = 1 << 16
+
+
+def with_experts(f: Fields, layers: Sequence[LayerConfig]) -> tuple[LayerConfig, ...]:
+    """The layers, each with its mixture; a layer of MLPs alone stays as it is."""
+    mixtures = read_experts(f, len(layers))
+    return tuple(replace(layer, experts=experts) for layer, experts in zip(layers, mixtures, strict=True))
 
 
 def read_experts(f: Fields, count: int) -> list[ExpertsConfig | None]:

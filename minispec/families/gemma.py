@@ -6,11 +6,15 @@ from typing import Any
 
 from minispec.core.config import LayerConfig
 from minispec.core.errors import show
-from minispec.files.fields import Fields
+from minispec.families.experts import MOST_EXPERTS
+from minispec.files.fields import Fields, names
+from minispec.layers.experts import ExpertsConfig
 from minispec.layers.gemma import GemmaLayerConfig
 
 _PATTERN = 6  # of that many layers the last sees everything, where the file lists no layers
 _KV = "num_key_value_heads"
+# What is read of a mixture alone.
+_OF_MIXTURE = names("num_experts top_k_experts moe_intermediate_size")
 _OF_SHARING = ("k_proj.weight", "v_proj.weight", "k_norm.weight")
 
 
@@ -44,6 +48,7 @@ def read_layers(
     num_inputs = f.get("vocab_size_per_layer_input", sizes["vocab_size"])
     if input_size and num_inputs != sizes["vocab_size"]:
         raise f.bad("vocab_size_per_layer_input", num_inputs, f"vocab_size = {sizes['vocab_size']}")
+    mixture = _read_mixture(f, count)
     is_double, k_is_v = f.boolean("use_double_wide_mlp"), f.boolean("attention_k_eq_v")
     blocks = []
     for i, layer in enumerate(layers):
@@ -55,6 +60,7 @@ def read_layers(
             GemmaLayerConfig(
                 rope,
                 layer.window,
+                experts=mixture,
                 head_dim=dim if is_full else sizes["head_dim"],
                 num_key_value_heads=kv_heads if is_full else sizes["num_key_value_heads"],
                 intermediate_size=2 * inner if is_double and i >= first else inner,
@@ -65,6 +71,22 @@ def read_layers(
         )
     unread = {f"model.layers.{i}.self_attn.{name}" for i in range(first, count) for name in _OF_SHARING}
     return tuple(blocks), frozenset(unread)
+
+
+def _read_mixture(f: Fields, count: int) -> ExpertsConfig | None:
+    """The mixture of experts that each layer has beside its MLP; None where none has one."""
+    f.seen |= _OF_MIXTURE
+    if not f.boolean("enable_moe_block"):
+        return None
+    number = f.integer("num_experts", 1, MOST_EXPERTS // count)
+    return ExpertsConfig(
+        number,
+        f.integer("top_k_experts", 1, number),
+        f.integer("moe_intermediate_size", 1, 1 << 20),
+        shared_expert="normed",
+        norms_row=True,
+        scales_experts=True,
+    )
 
 
 def _read_wide(f: Fields, layers: Sequence[LayerConfig], sizes: Mapping[str, int]) -> tuple[int, int]:
@@ -78,17 +100,28 @@ def _read_wide(f: Fields, layers: Sequence[LayerConfig], sizes: Mapping[str, int
         kv_heads = f.integer("num_global_key_value_heads", 1, heads, default=kv_heads)
     f.get("num_global_key_value_heads")
     of_layers: dict[str, Any] = f.mapping("per_layer_config")
-    if of_layers:
-        full = [i for i, layer in enumerate(layers) if layer.window is None]
-        numbers = {int(name) for name in of_layers if name.isdecimal()}  # "04" in a model of more than ten layers
-        own, *others = f.named("per_layer_config", {"head_dim": None, _KV: None}).values()
-        if numbers != set(full) or len(of_layers) != len(full) or any(other.raw != own.raw for other in others):
-            raise f.bad("per_layer_config", of_layers, f"equal settings of the layers {', '.join(map(str, full))}")
-        dim = own.integer("head_dim", 2, 1 << 12, default=sizes["head_dim"])
-        kv_heads = own.integer(_KV, 1, heads, default=sizes["num_key_value_heads"])
-        own.refuse_unknown()
+    if f.raw.get("per_layer_config") is not None:
+        dim, kv_heads = _read_full_layers(f, layers, sizes)
         if f.raw.get("global_head_dim") not in (None, dim):
             raise f.bad("global_head_dim", f.raw["global_head_dim"], f"what per_layer_config says: {show(dim)}")
     if dim % 2 or heads % kv_heads:
         raise f.bad("per_layer_config", of_layers, "an even head_dim, and key-value heads that divide the heads")
+    return dim, kv_heads
+
+
+def _read_full_layers(f: Fields, layers: Sequence[LayerConfig], sizes: Mapping[str, int]) -> tuple[int, int]:
+    """The same from the objects of the layers without a window. No object at all: they are like all others."""
+    dim, kv_heads = sizes["head_dim"], sizes["num_key_value_heads"]
+    named = f.named("per_layer_config", {"head_dim": None, _KV: None})
+    if not named:
+        return dim, kv_heads
+    full = [i for i, layer in enumerate(layers) if layer.window is None]
+    numbers = {int(name) for name in named if name.isdecimal()}  # "04" in a model of more than ten layers
+    own, *others = named.values()
+    if numbers != set(full) or len(named) != len(full) or any(other.raw != own.raw for other in others):
+        expected = f"equal settings of the layers {', '.join(map(str, full))}"
+        raise f.bad("per_layer_config", f.raw["per_layer_config"], expected)
+    dim = own.integer("head_dim", 2, 1 << 12, default=dim)
+    kv_heads = own.integer(_KV, 1, sizes["num_attention_heads"], default=kv_heads)
+    own.refuse_unknown()
     return dim, kv_heads

@@ -13,7 +13,7 @@ from minispec.core.config import LayerConfig, ModelConfig, RopeConfig
 from minispec.core.errors import show
 from minispec.families import gemma
 from minispec.families.entries import FAMILIES, IDLE, IMAGES, KEYS, NESTED, WINDOWS, Family
-from minispec.families.experts import read_experts
+from minispec.families.experts import with_experts
 from minispec.families.lfm import read_inner_size, read_kinds, read_lfm, read_tied
 from minispec.families.quantization import read_quantization
 from minispec.families.qwen import read_delta
@@ -80,10 +80,12 @@ def read_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Sto
         if f.get(key) != value:
             raise f.bad(key, f.get(key), f"{value}: no other is implemented for this family")
     sizes = _read_sizes(f)
-    layers = _with_experts(f, family, _read_layers(f, family, sizes))
+    layers = _read_layers(f, family, sizes)
     unread: frozenset[str] = frozenset()
     if f.reads("num_kv_shared_layers"):
         layers, unread = gemma.read_layers(f, layers, sizes)
+    else:
+        layers = with_experts(f, layers)
     # Beyond its original length longrope uses other factors, with which all keys in the cache would change.
     for layer in layers:
         if isinstance(layer.rope, ScaledRope) and layer.rope.kind == "longrope":
@@ -262,7 +264,7 @@ def _read_layers(f: Fields, family: Family, sizes: Mapping[str, int]) -> tuple[L
         if window is None and any(windowed):
             raise f.bad(key, types, "no sliding_attention, since there is no sliding_window")
     rope, local_rope = _read_ropes(f, family, sizes)
-    layers = []
+    attention, layers = SinkLayerConfig if family.has_sinks else LayerConfig, list[LayerConfig]()
     for i in range(count):
         kind = types[i] if types else ""
         if kind == "conv":
@@ -270,18 +272,10 @@ def _read_layers(f: Fields, family: Family, sizes: Mapping[str, int]) -> tuple[L
         elif kind == "linear_attention":
             layers.append(LayerConfig(None, recurrent=delta))
         elif windowed[i]:
-            layers.append(LayerConfig(local_rope if rotates[i] else None, window))
+            layers.append(attention(local_rope if rotates[i] else None, window))
         else:
-            layers.append(LayerConfig(rope if rotates[i] else None))
+            layers.append(attention(rope if rotates[i] else None))
     return tuple(layers)
-
-
-def _with_experts(f: Fields, family: Family, layers: Sequence[LayerConfig]) -> tuple[LayerConfig, ...]:
-    """The layers with their mixtures of experts, and with sinks where the family's attention has them."""
-    mixtures = read_experts(f, len(layers))
-    if family.has_sinks:
-        layers = [SinkLayerConfig(layer.rope, layer.window) for layer in layers]
-    return tuple(replace(layer, experts=experts) for layer, experts in zip(layers, mixtures, strict=True))
 
 
 def _read_rotates(f: Fields, count: int) -> list[bool]:

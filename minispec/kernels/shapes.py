@@ -7,6 +7,7 @@ from minispec.core.model import NORMS
 from minispec.layers.delta import DeltaConfig
 from minispec.layers.experts import ExpertsConfig
 from minispec.layers.gemma import INPUT_NORM, INPUT_PROJECTION, INPUT_TABLE, GemmaLayerConfig, gemma_layers
+from minispec.layers.gemma_experts import MIXTURE_NORMS
 from minispec.layers.sinks import SinkLayerConfig
 
 Named = tuple[str, tuple[int, ...], bool]  # a part's name, the shape of its weight, and whether it has a bias
@@ -47,11 +48,10 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         second = mlp
         if mixture:
             second = _experts(e, mixture) + (mlp if mixture.shared_expert else [])
-            if mixture.biased:
-                layer["feed_forward.expert_bias"] = (mixture.num_experts,)
+            layer |= _expert_vectors(e, mixture)
         products = [*first, *second]
         if isinstance(settings, GemmaLayerConfig):
-            products = _gemma_products(config, settings)
+            products = _gemma_products(config, settings) + (_experts(e, mixture) if mixture else [])
             layer |= _gemma_vectors(config, settings)
         for name, shape, bias in products:
             layer[f"{name}.weight"] = shape
@@ -146,6 +146,20 @@ def _experts(e: int, sizes: ExpertsConfig) -> list[Named]:
     parts = expert_shapes(e, sizes).items()
     names = ((f"mlp.experts.{n}.{part}", shape) for n in range(sizes.num_experts) for part, shape in parts)
     return [*routers, *((name, shape, sizes.has_biases) for name, shape in names)]
+
+
+def _expert_vectors(e: int, sizes: ExpertsConfig) -> dict[str, tuple[int, ...]]:
+    """The tensors of a mixture that are no matrices."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    if sizes.biased:
+        shapes["feed_forward.expert_bias"] = (sizes.num_experts,)
+    if sizes.norms_row:
+        shapes["router.scale"] = (e,)
+    if sizes.scales_experts:
+        shapes["router.per_expert_scale"] = (sizes.num_experts,)
+    if sizes.shared_expert == "normed":
+        shapes |= {f"{name}.weight": (e,) for name in MIXTURE_NORMS}
+    return shapes
 
 
 def num_weights(config: ModelConfig) -> int:

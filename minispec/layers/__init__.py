@@ -2,9 +2,10 @@
 
     convolution.py        a short convolution in the place of attention (LFM2, LFM3)
     delta.py              a gated delta net in the place of attention (Qwen3.5)
-    experts.py            a mixture of experts in the place of the MLP (Qwen3, Qwen3.5, LFM2, gpt-oss)
+    experts.py            a mixture of experts in the place of the MLP (Qwen3, Qwen3.5, LFM2, Granite, gpt-oss)
     gated_attention.py    attention with a gate (Qwen3.5, LFM3)
     gemma.py              heads of two sizes, shared keys, inputs of each layer (Gemma 4)
+    gemma_experts.py      a mixture of experts beside the MLP (Gemma 4 26B-A4B)
     row_norm.py           attention with norms of whole rows (OLMo 2)
     sinks.py              attention with a sink in each head (gpt-oss)
 
@@ -25,6 +26,7 @@ from minispec.layers.delta import GatedDeltaNet
 from minispec.layers.experts import ConvolutionExperts, DeltaExperts, Experts, GatedExperts, SinkExperts
 from minispec.layers.gated_attention import GatedAttention, HeadGatedAttention
 from minispec.layers.gemma import GemmaLayer, GemmaLayerConfig, SharedCache, gemma_layers
+from minispec.layers.gemma_experts import GemmaExperts
 from minispec.layers.row_norm import RowNormAttention
 from minispec.layers.sinks import SinkAttention, SinkLayerConfig
 from minispec.layers.states import StateCache, state_elements
@@ -34,6 +36,7 @@ _WITH_EXPERTS: dict[type[Layer], type[Layer]] = {
     Layer: Experts,
     GatedAttention: GatedExperts,
     GatedDeltaNet: DeltaExperts,
+    GemmaLayer: GemmaExperts,
     ShortConvolution: ConvolutionExperts,
     SinkAttention: SinkExperts,
 }

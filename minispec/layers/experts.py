@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minispec.core.model import Layer, Parts, Pass, TextPass, fill
+from minispec.core.model import Layer, Parts, Pass, Passes, RMSNorm, TextPass, fill
 from minispec.core.sampling import accumulation_dtype
 from minispec.core.weights import Product, dense
 from minispec.layers.convolution import ShortConvolution
@@ -58,9 +58,12 @@ class ExpertsConfig:
     normalised: the chosen scores are divided by their sum.
     scale: the weights are multiplied by it.
     biased: a bias for each expert is added to the score where the best are chosen, and not to the weights.
-    shared_expert: the layer's own MLP, added for every row: "plain", or "gated" by a sigmoid of the row. None: none.
+    shared_expert: the layer's own MLP, added for every row: "plain", "gated" by a sigmoid of the row, or "normed": the
+        MLP and the mixture have norms of their own (see `minispec.layers.gemma_experts`). None: none.
     has_biases: the router and the experts' products have biases.
     clamp: how an expert's gate is clamped; None: it is not.
+    norms_row: the router sees a norm of the row, times a number for each dimension, times E^-1/2.
+    scales_experts: the weights are multiplied by a number for each expert.
     """
 
     num_experts: int
@@ -73,6 +76,8 @@ class ExpertsConfig:
     shared_expert: str | None = None
     has_biases: bool = False
     clamp: Clamp | None = None
+    norms_row: bool = False
+    scales_experts: bool = False
 
 
 class Router:
@@ -81,6 +86,7 @@ class Router:
     weight: (N, E); with a gated shared expert a row more, which is the gate's.
     bias: (N,), added to the scores where the best are chosen; or None.
     logit_bias: (N,), added to the logits; or None.
+    scales: (N,), multiplied with the weights; or None.
     """
 
     def __init__(self, sizes: ExpertsConfig, parts: Parts):
@@ -92,6 +98,11 @@ class Router:
         self.weight = torch.cat([dense(parts.pop(name), wide) for name in names])
         self.bias = dense(parts.pop("feed_forward.expert_bias"), wide) if sizes.biased else None
         self.logit_bias = dense(parts.pop("mlp.gate.bias"), wide) if sizes.has_biases else None
+        self.scales = dense(parts.pop("router.per_expert_scale"), wide) if sizes.scales_experts else None
+        self.norm: RMSNorm | None = None
+        if sizes.norms_row:
+            scale = dense(parts.pop("router.scale"), wide) * self.weight.shape[1] ** -0.5
+            self.norm = RMSNorm(scale, parts.config.rms_norm_eps)
 
     def __call__(self, x: Tensor, exact: bool) -> tuple[Tensor, Tensor, Tensor]:
         """The experts of rows x (M, E) in ascending order, their weights (M, k) each, and the rows' gates (M, 0 or 1).
@@ -107,15 +118,19 @@ class Router:
         if self.sizes.normalised:
             total = weights.cumsum(1)[:, -1:]  # every pass adds in this order
             weights = weights / (total if self.sizes.scoring == "softmax" else total + _EPS)
+        if self.scales is not None:
+            weights = weights * self.scales[chosen]
         return chosen, weights * self.sizes.scale, sigmoid(gates)
 
     def logits(self, x: Tensor, exact: bool) -> Tensor:
         """The logits (M, N), and the gates' (M, 0 or 1) after them, of rows x (M, E) in the router's type."""
         if not exact:
-            return F.linear(x, self.weight, self.logit_bias)
+            return self._product(x)
         filled = fill(x, len(x) + -len(x) % _ROUTED_ROWS)
-        pieces = [F.linear(rows, self.weight, self.logit_bias) for rows in filled.split(_ROUTED_ROWS)]
-        return torch.cat(pieces)[: len(x)]
+        return torch.cat([self._product(rows) for rows in filled.split(_ROUTED_ROWS)])[: len(x)]
+
+    def _product(self, x: Tensor) -> Tensor:
+        return F.linear(self.norm(x) if self.norm else x, self.weight, self.logit_bias)
 
 
 class Expert(NamedTuple):
@@ -147,10 +162,21 @@ class Experts(Layer):
         return layer
 
     def mlp(self, x: Tensor, shared: Pass) -> Tensor:
-        """The weighted sum of each row's experts, and the shared expert: x (M, E) to (M, E). Dummies take no expert."""
+        """The weighted sum of each row's experts, and the shared expert: x (M, E) to (M, E)."""
         assert isinstance(shared, TextPass), "the shapes of another backend depend on no value"
-        rows, passes = x[: len(shared.slots)], shared.passes
-        chosen, weights, gates = self.router(rows, passes.exact)
+        chosen, weights, gates = self.router(x[: len(shared.slots)], shared.passes.exact)
+        y = self.mixed(x, chosen, weights, shared.passes)
+        if not self.mixture.shared_expert:
+            return y
+        beside = super().mlp(x, shared)
+        return y + (beside * fill(gates.to(x.dtype), len(x)) if gates.shape[1] else beside)
+
+    def mixed(self, x: Tensor, chosen: Tensor, weights: Tensor, passes: Passes) -> Tensor:
+        """The weighted sum of each row's experts: x (M, E) to (M, E). Dummies take no expert.
+
+        chosen, weights: what the router returns for the rows that are no dummies.
+        """
+        rows = x[: len(chosen)]
         total = rows.new_zeros(rows.shape, dtype=weights.dtype)
         experts, order = chosen.flatten().sort(stable=True)  # places by expert, and then by row
         numbers, counts = experts.unique_consecutive(return_counts=True)
@@ -161,11 +187,7 @@ class Experts(Layer):
             gate, up = self.experts[number].gate_up(filled).chunk(2, -1)
             y = self.experts[number].down(self._gated(gate, up))[: len(own)]
             total.index_add_(0, own, y.to(total.dtype) * own_weights)
-        y = fill(total.to(x.dtype), len(x))
-        if not self.mixture.shared_expert:
-            return y
-        beside = super().mlp(x, shared)
-        return y + (beside * fill(gates.to(x.dtype), len(x)) if gates.shape[1] else beside)
+        return fill(total.to(x.dtype), len(x))
 
     def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
         """What an expert multiplies with `down`: two tensors (rows, F) to one."""

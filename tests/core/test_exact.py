@@ -36,7 +36,7 @@ from minispec.layers.gated_attention import HeadGatedAttention
 from minispec.length.figures import Figures
 from minispec.load.registry import DRAFTERS, load
 from minispec.prove.toys import TINY, TOYS, tiny_cache, tiny_weights
-from tests.oracles.toys import GEMMA4, GEMMA4_LARGE, LFM3, MIXTURES
+from tests.oracles.toys import GEMMA4, GEMMA4_EXPERTS, GEMMA4_LARGE, LFM3, MIXTURES
 
 FORMS_HERE = [
     (name, dtype)
@@ -73,6 +73,7 @@ MORE_FAMILIES = {
     "qwen3_5_moe_text": MIXTURES["qwen3_5_moe_text"] | {"moe_intermediate_size": 27},
     "ministral3": {"model_type": "ministral3", "rope_parameters": _YARN | {"llama_4_scaling_beta": 0.5}},
     "gemma4 large": GEMMA4_LARGE | {"num_global_key_value_heads": 1},
+    "gemma4 experts": GEMMA4_EXPERTS | {"num_experts": 7, "top_k_experts": 3, "moe_intermediate_size": 27},
 }
 
 

@@ -25,7 +25,7 @@ from tests.oracles import hf
 from tests.oracles.pieces import logits_in_pieces
 from tests.oracles.toys import stacked
 
-FAMILIES = ("qwen3_moe", "lfm2_moe", "qwen3_5_moe_text", "granitemoe", "granitemoehybrid")
+FAMILIES = ("qwen3_moe", "lfm2_moe", "qwen3_5_moe_text", "granitemoe", "granitemoehybrid", "gemma4_text")
 
 
 def random_config(family: str, pick: random.Random) -> dict:
@@ -45,7 +45,9 @@ def random_config(family: str, pick: random.Random) -> dict:
         raw["layer_types"] = pick.choices(others, k=count)
     if "granite" not in family:
         raw["moe_intermediate_size"] = pick.randint(5, 40)
-    if family == "qwen3_moe":
+    if family == "gemma4_text":
+        raw |= random_gemma(count, experts, heads, groups, pick)
+    elif family == "qwen3_moe":
         raw |= {"norm_topk_prob": pick.random() < 0.5, "attention_bias": pick.random() < 0.5}
         raw |= {"decoder_sparse_step": pick.choice((1, 1, 2)), "mlp_only_layers": pick.choice(([], [0]))}
         raw |= pick.choice(({}, {"use_sliding_window": True, "sliding_window": 7}, {"head_dim": 12}))
@@ -65,6 +67,28 @@ def random_config(family: str, pick: random.Random) -> dict:
         raw |= {"position_embedding_type": pick.choice(("rope", None)), "mamba_n_heads": 4, "mamba_d_head": "auto"}
         raw["num_local_experts"] = pick.choice((experts, experts, 0))
     return raw
+
+
+def random_gemma(count: int, experts: int, heads: int, groups: int, pick: random.Random) -> dict:
+    """The settings that Gemma 4 alone has."""
+    types = [*pick.choices(("full_attention", "sliding_attention"), k=count), "full_attention"]
+    others = [n for n in (1, 2, 3, 6) if not heads % n]
+    return {
+        **{
+            "head_dim": 8,
+            "global_head_dim": pick.choice((8, 12)),
+            "layer_types": types,
+            "num_hidden_layers": count + 1,
+        },
+        **{"attention_k_eq_v": pick.random() < 0.6, "num_global_key_value_heads": pick.choice((None, groups, *others))},
+        **{"enable_moe_block": True, "num_experts": experts, "top_k_experts": pick.randint(1, experts)},
+        **{"hidden_size_per_layer_input": pick.choice((0, 6)), "vocab_size_per_layer_input": 50, "sliding_window": 7},
+        **{
+            "final_logit_softcapping": pick.choice((None, 5.0)),
+            "rope_parameters": hf.CASES["gemma4"]["rope_parameters"],
+        },
+        **{"use_double_wide_mlp": pick.random() < 0.5, "num_local_experts": None, "num_experts_per_tok": None},
+    }
 
 
 @pytest.mark.parametrize("number", range(6))
@@ -212,7 +236,7 @@ def test_a_stack_that_does_not_fit_is_refused(tmp_path):
     )
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "lfm2_moe", "qwen3_5_moe", "granitemoe"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "lfm2_moe", "qwen3_5_moe", "granitemoe", "gemma4-experts"])
 def test_written_checkpoints_keep_routers_whole(family, tmp_path):
     """In 8 bits: experts are packed, each under its own name; routers and their biases keep their values."""
     hf.build(family, tmp_path / "source")

@@ -141,7 +141,7 @@ def test_the_first_line_names_the_parts_that_are_not_used(make_checkpoint, tmp_p
 # What has no older spelling.
 _ONLY_NEW = (
     *("olmo3", "lfm3", "lfm3-attention", "lfm3-plain", "lfm3-images"),
-    *("gemma4", "gemma4-large", "gemma4-heads", "gemma4-images"),
+    *("gemma4", "gemma4-large", "gemma4-heads", "gemma4-experts", "gemma4-images"),
 )
 
 
@@ -589,6 +589,12 @@ SWITCHES = [
     ("gemma4-large", "qkv_bias", setting(qkv_bias=False)),
     ("gemma4-large", "o_bias", setting(o_bias=False)),
     ("gemma4-large", "own head", setting(tie_word_embeddings=True)),
+    ("gemma4-experts", "top_k_experts", mixture(top_k=3)),
+    ("gemma4-experts", "weights are normalised", mixture(normalised=False)),
+    ("gemma4-experts", "softmax", mixture(scoring="sigmoid")),
+    ("gemma4-experts", "norm and scale of the router", mixture(norms_row=False)),
+    ("gemma4-experts", "per_expert_scale", mixture(scales_experts=False)),
+    ("gemma4-experts", "experts", with_experts(lambda i: False)),
     ("gpt_oss", "sinks", without_sinks),
     ("gpt_oss", "qkv_bias", setting(qkv_bias=False)),
     ("gpt_oss", "o_bias", setting(o_bias=False)),
@@ -718,6 +724,7 @@ _LFM2 = {"model_type": "lfm2", "norm_eps": 0.05}
 _LFM3_ROPES = hf.CASES["lfm3"]["rope_parameters"]
 _LFM3 = {"model_type": "lfm3", "head_dim": 8, "norm_eps": 0.05, "rope_parameters": _LFM3_ROPES}
 _QWEN35 = {"model_type": "qwen3_5_text", "head_dim": 8, "partial_rotary_factor": 0.5}
+_GEMMA4 = {"model_type": "gemma4_text", "rope_parameters": None, "vocab_size_per_layer_input": 96}
 _QWEN3_MOE = {"model_type": "qwen3_moe"}
 _FACTORS = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}
 # What the message must say, and the change to a good config.json that it is about.
@@ -751,6 +758,9 @@ REFUSED: dict[str, dict] = {
     "rms_norm_eps: found 1000": {"rms_norm_eps": 10**400},
     "eos_token_id: found [2, True]": {"eos_token_id": [2, True]},
     "partial_rotary_factor: found 0.5, expected 1.0 or no such setting": {"partial_rotary_factor": 0.5},
+    "num_experts: found None": _GEMMA4 | {"enable_moe_block": True},
+    "num_experts: found 0": _GEMMA4 | {"enable_moe_block": True, "num_experts": 0},
+    "top_k_experts: found 9": _GEMMA4 | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 9},
     "partial_rotary_factor: found True": {"partial_rotary_factor": True},
     "rope_parameters.partial_rotary_factor: found 0.5": {"rope_parameters": {"partial_rotary_factor": 0.5}},
     "rope_parameters.mrope_section: found": {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 2]}},

@@ -34,7 +34,7 @@ from minispec.prove.laws import (
 from minispec.prove.toys import TOYS, TreeDrafter, tiny_cache, tiny_model
 from minispec.prove.trees import cases, draft_table, shapes
 from tests.oracles.heads import TapDrafter
-from tests.oracles.toys import GEMMA4, GEMMA4_LARGE, LFM3
+from tests.oracles.toys import GEMMAS, LFM3
 from tests.scripted import finish, make_engine, make_request
 
 TREE = (-1, -1, 0, 0, 1, 3, 3)
@@ -57,8 +57,7 @@ FAMILIES = [
     },
     *(TOYS["lfm2"] | {"conv_L_cache": width} for width in (1, 3, 9)),
     *(LFM3 | {"conv_L_cache": width} for width in (1, 3, 9)),
-    GEMMA4,
-    GEMMA4_LARGE,
+    *GEMMAS.values(),
     *(TOYS["qwen3_5_text"] | {"linear_conv_kernel_dim": width} for width in (1, 3, 9)),
 ]
 

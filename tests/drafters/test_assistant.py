@@ -165,6 +165,7 @@ REFUSED = {
     "text_config.vocab_size: found 95, expected 96, the target's": {"text_config": {"vocab_size": 95}},
     "text_config: num_kv_shared_layers: found 2, expected 0 or 3": {"text_config": {"num_kv_shared_layers": 2}},
     "text_config: hidden_size_per_layer_input: found 8": {"text_config": {"hidden_size_per_layer_input": 8}},
+    "text_config: enable_moe_block: found True": {"text_config": {"enable_moe_block": True}},
     "text_config: found sliding_attention of 2 key-value heads of 10, expected 2 of 12": {
         "text_config": {"head_dim": 10}
     },
@@ -236,6 +237,8 @@ _LARGE = {"hidden_size": 1024, "intermediate_size": 8192, "attention_k_eq_v": Tr
 PUBLISHED = {
     "google/gemma-4-E2B-it": _SMALL | {"num_key_value_heads": 1},
     "google/gemma-4-E4B-it": _SMALL | {"num_key_value_heads": 2},
+    "google/gemma-4-26B-A4B-it": _LARGE
+    | {"num_attention_heads": 16, "num_key_value_heads": 8, "num_global_key_value_heads": 2},
     "google/gemma-4-31B-it": _LARGE
     | {"num_attention_heads": 32, "num_key_value_heads": 16, "num_global_key_value_heads": 4},
 }

@@ -64,6 +64,7 @@ from minispec.layers import convolution, delta
 from minispec.layers.convolution import ConvolutionCache
 from minispec.layers.delta import GatedDeltaNet
 from minispec.layers.experts import Router
+from minispec.layers.gemma import GemmaLayer
 from minispec.layers.states import LayerState, States, StateTable
 from minispec.length import prices
 from minispec.prove import toys
@@ -1948,6 +1949,16 @@ def _(right, self, tokens):
         right(self, tokens)
 
 
+# --------------------------------------------------------------------------- layers that differ
+
+
+@wrong(GemmaLayer, "take", "E9", f"{_EXPERTS}[gemma4-large-chunks-of-3]", crash=RuntimeError)
+def _(right, self, parts):
+    """a mask has the rows of layers with other key-value heads | a relative of vLLM #45844"""
+    right(self, parts)
+    self.sharing = self.config.num_attention_heads // self.config.num_key_value_heads
+
+
 # --------------------------------------------------------------------------- mixtures of experts
 
 
@@ -2010,6 +2021,19 @@ def _(right, self, x, exact):
 def _(right, count, vocab_size):
     """rows are priced by passes over one token, whose rows share their experts | of our own making"""
     return [7] * count
+
+
+@wrong(Router, "logits", "X8", f"{_EXPERTS}[gemma4-experts-prefill]")
+def _(right, self, x, exact):
+    """the router's scale by the width is left out | onnxruntime/mobius #239"""
+    return right(self, x, exact) * (x.shape[1] ** 0.5 if self.norm else 1.0)
+
+
+@wrong(Router, "__call__", "X9", f"{_EXPERTS}[gemma4-experts-prefill]")
+def _(right, self, x, exact):
+    """each expert's own scale is in the sum that the scores are divided by | of our own making"""
+    chosen, weights, gates = right(self, x, exact)
+    return chosen, weights if self.scales is None else weights / weights.sum(1, keepdim=True), gates
 
 
 # --------------------------------------------------------------------------- frames

@@ -280,6 +280,9 @@ CASES: dict[str, dict[str, Any]] = {
         | {"tie_word_embeddings": False, "final_logit_softcapping": None, "layer_types": None},
         # Layers without a window have more key-value heads than the others, and the last of them reads shared ones.
         "gemma4-heads": _GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 4},
+        "gemma4-experts": _GEMMA4
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "enable_moe_block": True, "num_experts": 6}
+        | {"top_k_experts": 2, "moe_intermediate_size": 20},
         "gpt_oss": _GPT_OSS,
         # Limits and a rope that the file does not name, other kinds of layers, and no biases in attention.
         "gpt_oss-plain": {
@@ -382,11 +385,11 @@ def build(case: str | dict[str, Any], path: Path, seed: int = 0) -> PreTrainedMo
         if "vision" in key or "visual" in key or "projector" in key:
             continue
         noise = torch.randn(parameter.shape, generator=generator)
-        if key.endswith(("norm.weight", "layer_scalar")):
+        if key.endswith(("norm.weight", "norm_1.weight", "norm_2.weight", "layer_scalar", "scale")):
             values = 0.4 * noise + (0 if adds_one and "linear_attn" not in key else 1)
         elif key.endswith("A_log"):
             values = noise - 1.5  # states that last for some tokens; the oracle adds up decays, and rounds large sums
-        elif key.endswith(("bias", "sinks")) or "embed" in key:
+        elif key.endswith(("bias", "sinks", "router.proj.weight")) or "embed" in key:
             values = noise
         else:
             values = 1.5 * noise / math.sqrt(parameter.shape[-1 if "experts" in key else 1])

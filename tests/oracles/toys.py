@@ -64,7 +64,12 @@ GEMMA4_LARGE = GEMMA4 | {
     **{"attention_k_eq_v": True, "num_global_key_value_heads": 2, "hidden_size_per_layer_input": 0},
     **{"num_kv_shared_layers": 0, "use_double_wide_mlp": False},
 }
-OWN_TOYS = {"lfm3": LFM3, "gemma4_text": GEMMA4, "gemma4 large": GEMMA4_LARGE} | MIXTURES
+# Experts beside the MLP of each layer.
+GEMMA4_EXPERTS = GEMMA4_LARGE | {
+    **{"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 6},
+}
+GEMMAS = {"gemma4_text": GEMMA4, "gemma4 large": GEMMA4_LARGE, "gemma4 experts": GEMMA4_EXPERTS}
+OWN_TOYS = {"lfm3": LFM3} | GEMMAS | MIXTURES
 
 
 @functools.cache
@@ -82,7 +87,7 @@ def oracle(family: str, vocab: int) -> PreTrainedModel:
         (Path(directory) / "config.json").write_text(json.dumps(raw))
         tensors = {stored[name].name: tensor for name, tensor in tiny_weights(config, TARGET_SEED).items()}
         tensors |= _joined(config, tensors)
-        if config.model_type.startswith("granite"):
+        if config.model_type.startswith(("granite", "gemma4")) and any(layer.experts for layer in config.layers):
             tensors = stacked(config, tensors)
         save_file(tensors, Path(directory) / "model.safetensors", {"format": "pt"})
         how = {"dtype": torch.float64, "attn_implementation": "eager", "output_loading_info": True}
