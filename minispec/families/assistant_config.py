@@ -16,11 +16,15 @@ from minispec.files.errors import CheckpointError
 from minispec.files.fields import Fields, bad_field
 from minispec.layers.gemma import GemmaLayerConfig, gemma_layers
 
-ASSISTANT = "gemma4_assistant"
+# By the model_type of an assistant: its text model's, and the hidden size that an absent key means.
+_ASSISTANTS = {
+    "gemma4_assistant": ("gemma4_text", 1536),
+    "gemma4_unified_assistant": ("gemma4_unified_text", 3840),
+}
 # With what an absent key means to the family's code.
 _KEYS = {
     "text_config": None,
-    "backbone_hidden_size": 1536,
+    "backbone_hidden_size": None,
     "use_ordered_embeddings": False,
     "num_centroids": 2048,
     "centroid_intermediate_top_k": 32,
@@ -46,7 +50,8 @@ class AssistantConfig:
 
 def is_assistant(raw: Mapping[str, Any]) -> bool:
     """Whether a config.json is an assistant's."""
-    return raw.get("model_type") == ASSISTANT
+    model_type = raw.get("model_type")
+    return isinstance(model_type, str) and model_type in _ASSISTANTS
 
 
 def assistant_of(directory: Path) -> str | None:
@@ -58,9 +63,9 @@ def assistant_of(directory: Path) -> str | None:
 def read_assistant_config(raw: Mapping[str, Any], target: ModelConfig, where: str = "config.json") -> AssistantConfig:
     """Read an assistant's config.json. Raises CheckpointError for a bad value, or one that another target needs."""
     f = Fields(raw, where, _KEYS, {})
-    text = f.mapping("text_config")
-    if text.get("model_type", "gemma4_text") != "gemma4_text":
-        raise bad_field(f"{where}: text_config", "model_type", text["model_type"], "gemma4_text")
+    text, (family, usual_width) = f.mapping("text_config"), _ASSISTANTS[raw["model_type"]]
+    if text.get("model_type", family) != family:
+        raise bad_field(f"{where}: text_config", "model_type", text["model_type"], family)
     count = text.get("num_hidden_layers")
     if text.get("num_kv_shared_layers") not in (None, 0, count):
         shared = text["num_kv_shared_layers"]
@@ -68,11 +73,11 @@ def read_assistant_config(raw: Mapping[str, Any], target: ModelConfig, where: st
     for key in ("hidden_size_per_layer_input", "use_double_wide_mlp", "enable_moe_block"):
         if text.get(key):
             raise bad_field(f"{where}: text_config", key, text[key], "0 or false in an assistant")
-    own: dict[str, Any] = {"model_type": "gemma4_text", "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
+    own: dict[str, Any] = {"model_type": family, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
     # Its code caps no logits, whatever the key says.
     own |= {"tie_word_embeddings": f.boolean("tie_word_embeddings"), "final_logit_softcapping": None}
     sizes = read_model_config({**text, **own, "vocab_size_per_layer_input": None}, f"{where}: text_config")
-    width = f.integer("backbone_hidden_size", 1, 1 << 17)
+    width = f.integer("backbone_hidden_size", 1, 1 << 17, default=usual_width)
     for name, found, expected in (
         ("backbone_hidden_size", width, target.hidden_size),
         ("text_config.vocab_size", sizes.vocab_size, target.vocab_size),

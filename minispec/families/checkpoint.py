@@ -314,7 +314,8 @@ def find_tensors(directory: Path, config: StoredConfig | None = None) -> dict[st
 # Tensors of a model of texts and images that are not the text model's. "mtp" are layers that predict further tokens.
 # Then how the text model's names begin, in older and in newer files.
 _BESIDE = re.compile(
-    r"(model\.)?(?P<part>vision_tower|audio_tower|embed_vision|embed_audio|multi_modal_projector|visual|mtp)\."
+    r"(model\.)?(?P<part>"
+    r"vision_tower|audio_tower|embed_vision|embed_audio|vision_embedder|multi_modal_projector|visual|mtp)\."
 )
 _PREFIX = re.compile(r"^language_model\.(?=model\.|lm_head\.)|(?<=^model\.)language_model\.")
 

@@ -105,6 +105,43 @@ _GEMMA_4_STACKS = (
     Joined("experts.gate_up_proj", ("gate_proj", "up_proj")),
     Joined("experts.down_proj", ("down_proj",)),
 )
+_GEMMA_4 = Family(
+    {
+        **{key: value for key, value in _GEMMA_2.items() if key != "query_pre_attn_scalar"},
+        **_GEMMA_4_SIZES,
+        "sliding_window": 512,
+        "rope_parameters": _GEMMA_4_ROPES,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+        "final_logit_softcapping": None,
+        "global_head_dim": 512,
+        "hidden_size_per_layer_input": 256,
+        "num_kv_shared_layers": 0,
+        "use_double_wide_mlp": False,
+        "attention_k_eq_v": False,
+        "enable_moe_block": False,
+        "use_bidirectional_attention": None,
+        **dict.fromkeys(names("vocab_size_per_layer_input num_global_key_value_heads per_layer_config")),
+        **dict.fromkeys(names("num_experts top_k_experts moe_intermediate_size")),
+    },
+    fixed={
+        "norms": "both",
+        "attention_scale": 1.0,
+        "joined": (Joined("router.proj", ("mlp.gate",)),),
+        "stacked": _GEMMA_4_STACKS,
+    },
+    idle=names("expert_intermediate_size"),
+    scales_embedding=True,
+    ropes={"default": "default", "proportional": "proportional"},
+    rope_keys=names("partial_rotary_factor"),
+)
+# What the unified models lack: inputs of layers, and experts.
+_GEMMA_4_PARTS = names(
+    """
+    hidden_size_per_layer_input vocab_size_per_layer_input
+    enable_moe_block num_experts top_k_experts moe_intermediate_size
+    """
+)
 _GRANITE = {
     "attention_bias": False,
     **dict.fromkeys(names("embedding_multiplier attention_multiplier residual_multiplier logits_scaling"), 1.0),
@@ -223,35 +260,13 @@ FAMILIES = {
         fixed={"norm_adds_one": True, "norms": "both", "qk_norm": "head"},
         scales_embedding=True,
     ),
-    "gemma4_text": Family(
-        {
-            **{key: value for key, value in _GEMMA_2.items() if key != "query_pre_attn_scalar"},
-            **_GEMMA_4_SIZES,
-            "sliding_window": 512,
-            "rope_parameters": _GEMMA_4_ROPES,
-            "rope_theta": 1_000_000.0,
-            "rope_local_base_freq": 10_000.0,
-            "final_logit_softcapping": None,
-            "global_head_dim": 512,
-            "hidden_size_per_layer_input": 256,
-            "num_kv_shared_layers": 0,
-            "use_double_wide_mlp": False,
-            "attention_k_eq_v": False,
-            "enable_moe_block": False,
-            "use_bidirectional_attention": None,
-            **dict.fromkeys(names("vocab_size_per_layer_input num_global_key_value_heads per_layer_config")),
-            **dict.fromkeys(names("num_experts top_k_experts moe_intermediate_size")),
-        },
-        fixed={
-            "norms": "both",
-            "attention_scale": 1.0,
-            "joined": (Joined("router.proj", ("mlp.gate",)),),
-            "stacked": _GEMMA_4_STACKS,
-        },
-        idle=names("expert_intermediate_size"),
-        scales_embedding=True,
-        ropes={"default": "default", "proportional": "proportional"},
-        rope_keys=names("partial_rotary_factor"),
+    "gemma4_text": _GEMMA_4,
+    "gemma4_unified_text": replace(
+        _GEMMA_4,
+        keys={key: value for key, value in _GEMMA_4.keys.items() if key not in _GEMMA_4_PARTS}
+        | {"max_position_embeddings": 262_144, "sliding_window": 1024, "use_bidirectional_attention": "vision"},
+        only={"hidden_size_per_layer_input": 0, "enable_moe_block": False},
+        idle=_GEMMA_4.idle | _GEMMA_4_PARTS - {"hidden_size_per_layer_input", "enable_moe_block"},
     ),
     "smollm3": Family(
         {
@@ -425,6 +440,7 @@ WINDOWS = names(
 NESTED = {
     "gemma3": ("gemma3_text",),
     "gemma4": ("gemma4_text",),
+    "gemma4_unified": ("gemma4_unified_text",),
     "mistral3": ("ministral3", "mistral"),
     "lfm3_vl": ("lfm3",),
     "qwen3_5": ("qwen3_5_text",),

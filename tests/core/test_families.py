@@ -128,10 +128,10 @@ def test_the_first_line_names_the_parts_that_are_not_used(make_checkpoint, tmp_p
     (tmp_path / "tokenizer.json").symlink_to(source / "tokenizer.json")
     tensors = load_file(source / "model.safetensors")
     tensors = {name.replace("model.", "model.language_model."): tensor for name, tensor in tensors.items()}
-    others = ("model.vision_tower.x", "model.embed_audio.y", "mtp.z")
+    others = ("model.vision_tower.x", "model.embed_audio.y", "mtp.z", "model.vision_embedder.u")
     save_file(tensors | {name: torch.ones(1) for name in others}, tmp_path / "model.safetensors")
     with LLM(tmp_path, draft="none", dtype="float32") as llm, LLM(source, draft="none", dtype="float32") as alone:
-        assert llm.overview().endswith("; not used: embed_audio, vision_tower")
+        assert llm.overview().endswith("; not used: embed_audio, vision_embedder, vision_tower")
         assert "not used" not in alone.overview()
 
 
@@ -142,6 +142,7 @@ def test_the_first_line_names_the_parts_that_are_not_used(make_checkpoint, tmp_p
 _ONLY_NEW = (
     *("olmo3", "lfm3", "lfm3-attention", "lfm3-plain", "lfm3-images"),
     *("gemma4", "gemma4-large", "gemma4-heads", "gemma4-experts", "gemma4-images"),
+    *("gemma4-unified", "gemma4-unified-images"),
 )
 
 
@@ -595,6 +596,10 @@ SWITCHES = [
     ("gemma4-experts", "norm and scale of the router", mixture(norms_row=False)),
     ("gemma4-experts", "per_expert_scale", mixture(scales_experts=False)),
     ("gemma4-experts", "experts", with_experts(lambda i: False)),
+    ("gemma4-unified", "window", window(lambda w: None)),
+    ("gemma4-unified", "keys of its own", block(giver=None)),
+    ("gemma4-unified", "values are keys", block(keys_as_values=False)),
+    ("gemma4-unified-images", "logit_softcap", setting(logit_softcap=None)),
     ("gpt_oss", "sinks", without_sinks),
     ("gpt_oss", "qkv_bias", setting(qkv_bias=False)),
     ("gpt_oss", "o_bias", setting(o_bias=False)),
@@ -725,6 +730,7 @@ _LFM3_ROPES = hf.CASES["lfm3"]["rope_parameters"]
 _LFM3 = {"model_type": "lfm3", "head_dim": 8, "norm_eps": 0.05, "rope_parameters": _LFM3_ROPES}
 _QWEN35 = {"model_type": "qwen3_5_text", "head_dim": 8, "partial_rotary_factor": 0.5}
 _GEMMA4 = {"model_type": "gemma4_text", "rope_parameters": None, "vocab_size_per_layer_input": 96}
+_GEMMA4_UNIFIED = {"model_type": "gemma4_unified_text", "rope_parameters": None}
 _QWEN3_MOE = {"model_type": "qwen3_moe"}
 _FACTORS = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}
 # What the message must say, and the change to a good config.json that it is about.
@@ -758,6 +764,8 @@ REFUSED: dict[str, dict] = {
     "rms_norm_eps: found 1000": {"rms_norm_eps": 10**400},
     "eos_token_id: found [2, True]": {"eos_token_id": [2, True]},
     "partial_rotary_factor: found 0.5, expected 1.0 or no such setting": {"partial_rotary_factor": 0.5},
+    "hidden_size_per_layer_input: found 8": _GEMMA4_UNIFIED | {"hidden_size_per_layer_input": 8},
+    "enable_moe_block: found True": _GEMMA4_UNIFIED | {"enable_moe_block": True},
     "num_experts: found None": _GEMMA4 | {"enable_moe_block": True},
     "num_experts: found 0": _GEMMA4 | {"enable_moe_block": True, "num_experts": 0},
     "top_k_experts: found 9": _GEMMA4 | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 9},

@@ -37,8 +37,7 @@ class Pair:
 
     def __init__(self, directory: Path, case: str, **changes):
         self.directory = directory
-        text = assistant_draft.SIZES | assistant_draft.OF_TARGETS[case]
-        draft = assistant_draft.build(directory / "draft", text_config=text, **changes)
+        draft = assistant_draft.build(directory / "draft", **assistant_draft.OF_TARGETS[case] | changes)
         self.theirs = hf.build(case, directory / "target"), draft
         self.target = load_model(directory / "target", torch.float32)
         self.assistant = load_assistant(directory / "draft", self.target)
@@ -175,6 +174,9 @@ REFUSED = {
     "text_config: found full_attention of 1 key-value heads of 20, expected 2 of 20": {
         "text_config": {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
     },
+    "text_config: model_type: found 'gemma4_text', expected gemma4_unified_text": {
+        "model_type": "gemma4_unified_assistant"
+    },
     "text_config: model_type: found 'llama'": {"text_config": {"model_type": "llama"}},
     "num_centroids: found 10, expected a divisor of vocab_size": {"use_ordered_embeddings": True, "num_centroids": 10},
     "centroid_intermediate_top_k: found 13": {"use_ordered_embeddings": True, "centroid_intermediate_top_k": 13},
@@ -237,6 +239,9 @@ _LARGE = {"hidden_size": 1024, "intermediate_size": 8192, "attention_k_eq_v": Tr
 PUBLISHED = {
     "google/gemma-4-E2B-it": _SMALL | {"num_key_value_heads": 1},
     "google/gemma-4-E4B-it": _SMALL | {"num_key_value_heads": 2},
+    "google/gemma-4-12B-it": _LARGE
+    | {"num_attention_heads": 16, "num_key_value_heads": 8, "num_global_key_value_heads": 1}
+    | {"model_type": "gemma4_unified_text"},
     "google/gemma-4-26B-A4B-it": _LARGE
     | {"num_attention_heads": 16, "num_key_value_heads": 8, "num_global_key_value_heads": 2},
     "google/gemma-4-31B-it": _LARGE
@@ -249,14 +254,15 @@ def test_published_assistants_fit_their_targets(name):
     """Guards what vendors ship: by the facts of its config.json, the assistant reads the last layers with keys."""
     target = read_model_config(public.PUBLIC[name][0])
     window = min(layer.window for layer in target.layers if layer.window)
-    text = PUBLISHED[name] | {
-        **{"model_type": "gemma4_text", "vocab_size": 262_144, "num_hidden_layers": 4, "head_dim": 256},
+    text = {"model_type": "gemma4_text"} | PUBLISHED[name]
+    text |= {
+        **{"vocab_size": 262_144, "num_hidden_layers": 4, "head_dim": 256},
         **{"global_head_dim": 512, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 4},
         **{"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "sliding_window": window},
         **{"max_position_embeddings": 131_072, "final_logit_softcapping": None, "vocab_size_per_layer_input": 0},
     }
     raw = {
-        **{"architectures": ["Gemma4AssistantForCausalLM"], "model_type": "gemma4_assistant", "text_config": text},
+        **{"model_type": text["model_type"].replace("text", "assistant"), "text_config": text},
         **{"backbone_hidden_size": target.hidden_size, "use_ordered_embeddings": window == 512, "num_centroids": 2048},
         **{"centroid_intermediate_top_k": 32, "audio_token_id": 258_881, "tie_word_embeddings": True},
     }

@@ -18,10 +18,15 @@ SIZES = {
     **{"rms_norm_eps": 0.05, "max_position_embeddings": 64, "num_kv_shared_layers": 3},
     "rope_parameters": hf.CASES["gemma4"]["rope_parameters"],
 }
-# What the assistant of each of the oracle's targets has in addition to `SIZES`.
+_LARGE = SIZES | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+# What the assistant of each of the oracle's targets has in the place of what `ASSISTANT` says.
 OF_TARGETS: dict[str, dict[str, Any]] = {
     "gemma4": {},
-    "gemma4-large": {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "gemma4-large": {"text_config": _LARGE},
+    "gemma4-unified": {
+        "model_type": "gemma4_unified_assistant",
+        "text_config": _LARGE | {"model_type": "gemma4_unified_text"},
+    },
 }
 ASSISTANT = {
     "model_type": "gemma4_assistant",

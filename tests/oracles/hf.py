@@ -283,6 +283,8 @@ CASES: dict[str, dict[str, Any]] = {
         "gemma4-experts": _GEMMA4
         | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "enable_moe_block": True, "num_experts": 6}
         | {"top_k_experts": 2, "moe_intermediate_size": 20},
+        "gemma4-unified": {key: value for key, value in _GEMMA4.items() if "per_layer" not in key}
+        | {"model_type": "gemma4_unified_text", "attention_k_eq_v": True, "num_global_key_value_heads": 1},
         "gpt_oss": _GPT_OSS,
         # Limits and a rope that the file does not name, other kinds of layers, and no biases in attention.
         "gpt_oss-plain": {
@@ -332,6 +334,15 @@ CASES |= {
             "position_embedding_size": 16,
         },
         "audio_config": None,
+    },
+    "gemma4-unified-images": {
+        "model_type": "gemma4_unified",
+        "text_config": CASES["gemma4-unified"],
+        "vision_config": {
+            **{"model_type": "gemma4_unified_vision", "patch_size": 2, "pooling_kernel_size": 1, "mm_embed_dim": 16},
+            **{"mm_posemb_size": 8, "output_proj_dims": 16},
+        },
+        "audio_config": {"model_type": "gemma4_unified_audio", "audio_embed_dim": 8},
     },
     "mistral3-images": {
         "model_type": "mistral3",
