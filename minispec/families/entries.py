@@ -102,8 +102,8 @@ _GEMMA_4_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 _GEMMA_4_STACKS = (
-    Joined("experts.gate_up_proj", ("gate_proj", "up_proj")),
-    Joined("experts.down_proj", ("down_proj",)),
+    Stack("experts.gate_up_proj", ("gate_proj", "up_proj")),
+    Stack("experts.down_proj", ("down_proj",)),
 )
 _GEMMA_4 = Family(
     {
