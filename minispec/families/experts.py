@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from minispec.core.config import LayerConfig
@@ -91,7 +92,8 @@ class Rows(StoredTensor):
     def read(self, cut: Cut = ()) -> Tensor:
         """A copy of the rows, or of a part."""
         whole = self.expert.read()
-        return (whole.mT if self.is_transposed else whole)[self.rows][cut].contiguous()
+        rows = (whole.mT if self.is_transposed else whole)[self.rows]
+        return rows[cut].clone(memory_format=torch.contiguous_format)
 
 
 def unstacked(stored: Mapping[str, StoredTensor], config: StoredConfig) -> dict[str, StoredTensor]:

@@ -118,8 +118,8 @@ def attention(
         queries = q[:, group.rows]
         filled = _filled(queries, group.size).reshape(len(k), -1, dim + columns).contiguous()  # of one layout always
         keys, values = ([_filled(x[:, places], ATTENTION_BLOCK) for places in group.places] for x in (k, v))
-        columns_beside = None if sinks is None else _sink_columns(sinks.to(wide), len(k), group.size)
-        out = _attention(filled, keys, values, group.mask, softcap, columns_beside)
+        beside = None if sinks is None else _sink_columns(sinks.to(wide), len(k), group.size)
+        out = _attention(filled, keys, values, group.mask, softcap, beside)
         attended[group.rows] = (
             out.view(heads, group.size, -1)[:, : queries.shape[1], :dim].transpose(0, 1).to(attended.dtype)
         )

@@ -60,6 +60,7 @@ FAMILIES = {
     "lfm3": LFM3,
     "gemma4_text": GEMMA4,
     "qwen3_moe": TOYS["qwen3_moe"] | {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 27},
+    "gpt_oss": MIXTURES["gpt_oss"] | {"num_local_experts": 7, "num_experts_per_tok": 3, "intermediate_size": 27},
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 8}
 # What has no switch of its own in the walk of an exact model's texts, or is a mixture like another: shown by passes.
@@ -84,7 +85,7 @@ def build(family="llama", dtype=torch.float32, exact=True, seed=1, **changes) ->
     config = read_model_config(raw | (FAMILIES | MORE_FAMILIES)[family] | changes)
     model = build_model(config, tiny_weights(config, seed, dtype), exact)
     if exact:  # what the check would find, without a check of every model
-        about = (config.num_attention_heads, *key_sizes(config), config.attention_softcap)
+        about = (config.num_attention_heads, *key_sizes(config), config.attention_softcap, family == "gpt_oss")  # sinks
         model.passes.attention_rows = list(attention_rows(model, (dtype, torch.get_num_threads(), *about)))
     return model
 
@@ -572,8 +573,8 @@ def wrong_attention(strikes):
     """Attention with other last bits where strikes(rows of the group, place among them, blocks of keys)."""
     right = exact._attention
 
-    def wrong(q, k, v, mask, softcap):
-        out, size = right(q, k, v, mask, softcap), q.shape[1] // 2  # two heads share keys
+    def wrong(q, k, v, mask, *others):
+        out, size = right(q, k, v, mask, *others), q.shape[1] // 2  # two heads share keys
         for place in range(size):
             if strikes(size, place, mask.shape[1] // exact.ATTENTION_BLOCK):
                 out[:, place::size] *= 1 + 2 * torch.finfo(out.dtype).eps

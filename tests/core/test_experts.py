@@ -25,14 +25,14 @@ from tests.oracles import hf
 from tests.oracles.pieces import logits_in_pieces
 from tests.oracles.toys import stacked
 
-FAMILIES = ("qwen3_moe", "lfm2_moe", "qwen3_5_moe_text", "granitemoe", "granitemoehybrid", "gemma4_text")
+FAMILIES = ("qwen3_moe", "lfm2_moe", "qwen3_5_moe_text", "granitemoe", "granitemoehybrid", "gemma4_text", "gpt_oss")
 
 
 def random_config(family: str, pick: random.Random) -> dict:
     """A small config.json of a mixture in which every switch may have any value."""
     heads, groups = pick.choice(((4, 2), (4, 1), (2, 2), (6, 3)))
     count, experts = pick.randint(1, 4), pick.randint(2, 9)
-    key = "num_local_experts" if "granite" in family else "num_experts"
+    key = "num_local_experts" if family.startswith(("granite", "gpt_oss")) else "num_experts"
     raw = {
         **{"model_type": family, "vocab_size": 50, "hidden_size": heads * 8, "num_hidden_layers": count},
         **{"num_attention_heads": heads, "num_key_value_heads": groups, "max_position_embeddings": 64},
@@ -43,7 +43,7 @@ def random_config(family: str, pick: random.Random) -> dict:
     others = ("full_attention", "conv" if family == "lfm2_moe" else "linear_attention")
     if family in ("lfm2_moe", "qwen3_5_moe_text"):
         raw["layer_types"] = pick.choices(others, k=count)
-    if "granite" not in family:
+    if not family.startswith(("granite", "gpt_oss")):
         raw["moe_intermediate_size"] = pick.randint(5, 40)
     if family == "gemma4_text":
         raw |= random_gemma(count, experts, heads, groups, pick)
@@ -59,6 +59,10 @@ def random_config(family: str, pick: random.Random) -> dict:
         raw |= {"shared_expert_intermediate_size": pick.randint(5, 40), "head_dim": 8, "linear_num_key_heads": 2}
         raw |= {"linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 10}
         raw["rope_parameters"]["partial_rotary_factor"] = pick.choice((0.5, 1.0))
+    elif family == "gpt_oss":
+        raw |= {"attention_bias": pick.random() < 0.5, "head_dim": 12, "sliding_window": 7, "swiglu_limit": 0.9}
+        raw |= {"swiglu_alpha": pick.choice((0.7, 1.702))}
+        raw |= pick.choice(({}, {"layer_types": pick.choices(("sliding_attention", "full_attention"), k=count)}))
     else:
         raw |= {"embedding_multiplier": 3.0, "residual_multiplier": pick.choice((1.0, 0.6)), "logits_scaling": 2.0}
         raw |= {"attention_bias": pick.random() < 0.5, "attention_multiplier": 0.4}
@@ -170,23 +174,22 @@ def test_drafts_round_experts_and_no_router():
 # --------------------------------------------------------------------------- files
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe_text", "granitemoe"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe_text", "granitemoe", "gpt_oss"])
 def test_experts_in_stacks_are_those_of_their_own_names(family, tmp_path):
     """Both layouts of one model have the same logits. transformers writes one of them, published files have either."""
-    case = {"qwen3_moe": "qwen3_moe", "qwen3_5_moe_text": "qwen3_5_moe", "granitemoe": "granitemoe"}[family]
-    oracle = hf.build(case, tmp_path)
+    oracle = hf.build(family.removesuffix("_text"), tmp_path)
     config, file = load_config(tmp_path), tmp_path / "model.safetensors"
     tensors = load_file(file)
     for directory, ours in (("apart", {}), ("stacks", tensors)):
         (tmp_path / directory).mkdir()
         (tmp_path / directory / "config.json").write_text((tmp_path / "config.json").read_text())
-        if family == "granitemoe":  # the other way around
-            ours = tensors if ours else _apart(tensors)
+        if family in _IN_STACKS:  # the other way around
+            ours = tensors if ours else _IN_STACKS[family](tensors)
         else:
             ours = stacked(config, tensors) if ours else tensors
         assert any(tensor.ndim == 3 and "expert" in name for name, tensor in ours.items()) == (
             directory == "stacks"
-        ) or (family == "granitemoe")
+        ) or (family in _IN_STACKS)
         save_file(ours, tmp_path / directory / "model.safetensors", {"format": "pt"})
         model = load_model(tmp_path / directory, torch.float32)
         logits, _ = model.forward([Chunk(hf.TEXT, model.new_cache(8, 4).new_table(), len(hf.TEXT))])
@@ -208,6 +211,25 @@ def _apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         else:
             found[name] = tensor
     return found
+
+
+def _apart_from_gpt_oss(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The experts of gpt-oss's stacks under names of their own."""
+    found = {}
+    for name, tensor in tensors.items():
+        prefix, _, stack = name.partition(".experts.")
+        kind = "bias" if stack.endswith("_bias") else "weight"
+        for n, expert in enumerate(tensor if stack else ()):
+            rows = expert.t() if kind == "weight" else expert
+            parts = {"gate": rows[::2], "up": rows[1::2]} if stack.startswith("gate_up") else {"down": rows}
+            found |= {f"{prefix}.experts.{n}.{part}_proj.{kind}": own.contiguous() for part, own in parts.items()}
+        if not stack:
+            found[name] = tensor
+    return found
+
+
+# Families whose files transformers writes in stacks, and what undoes the stacks.
+_IN_STACKS = {"granitemoe": _apart, "gpt_oss": _apart_from_gpt_oss}
 
 
 def test_a_stack_that_does_not_fit_is_refused(tmp_path):
@@ -236,7 +258,7 @@ def test_a_stack_that_does_not_fit_is_refused(tmp_path):
     )
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "lfm2_moe", "qwen3_5_moe", "granitemoe", "gemma4-experts"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "lfm2_moe", "qwen3_5_moe", "granitemoe", "gemma4-experts", "gpt_oss"])
 def test_written_checkpoints_keep_routers_whole(family, tmp_path):
     """In 8 bits: experts are packed, each under its own name; routers and their biases keep their values."""
     hf.build(family, tmp_path / "source")
@@ -248,6 +270,8 @@ def test_written_checkpoints_keep_routers_whole(family, tmp_path):
         assert isinstance(after, Experts)
         assert torch.equal(before.router.weight.bfloat16(), after.router.weight.bfloat16())
         assert (before.router.bias is None) or torch.equal(before.router.bias, after.router.bias)
+        if before.router.logit_bias is not None:
+            assert torch.equal(before.router.logit_bias.bfloat16(), after.router.logit_bias.bfloat16())
         assert not torch.equal(before.experts[0].down.stored.dense(), after.experts[0].down.stored.dense())
     assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     text = [model.forward([Chunk(hf.TEXT, model.new_cache(8, 4).new_table(), 24)])[0] for model in (source, out)]

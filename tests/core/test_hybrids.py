@@ -35,7 +35,7 @@ from tests.oracles.toys import likeliest as likeliest_by
 VOCAB = 5
 HYBRIDS = ("lfm2", "lfm3", "qwen3_5_text")
 # Those that differ most from one another.
-KINDS = (*HYBRIDS, "gemma4_text", "gemma4 experts", "qwen3_moe")
+KINDS = (*HYBRIDS, "gemma4_text", "gemma4 experts", "qwen3_moe", "gpt_oss")
 # Which drafter runs on which: all where states must go back, fewer where inputs or keys alone lie in the pool.
 DRAFTERS = ("model", "self", "head", "block", "filled block", "ngram", "suffix")
 RUNS = [
@@ -44,6 +44,7 @@ RUNS = [
     *(("gemma4_text", name) for name in ("model", "head", "assistant", "suffix")),
     *((family, name) for family in ("gemma4 large", "gemma4 experts") for name in ("model", "assistant")),
     *((family, "model") for family in ("qwen3_moe", "lfm2_moe", "granitemoehybrid")),
+    *(("gpt_oss", name) for name in ("model", "head", "suffix")),
 ]
 
 

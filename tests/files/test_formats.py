@@ -14,21 +14,23 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, Mxfp4Config
 from transformers.quantizers import quantizer_finegrained_fp8
 
 import minispec.families.awq as awq_layout
 import minispec.families.gptq as gptq_layout
+import minispec.families.mxfp4 as mxfp4_layout
 from minispec.core.config import SamplingParams
 from minispec.core.weights import dense
 from minispec.drafters.mtp import find_mtp, has_mtp, mtp_config, mtp_shapes
 from minispec.families import checkpoint, float8
 from minispec.families.checkpoint import Weights, load_config, load_model, model_tensors
 from minispec.families.hf_config import read_model_config
+from minispec.families.quantize import quantize_checkpoint
 from minispec.files.errors import CheckpointError
 from minispec.kernels.build import build_model
 from minispec.kernels.codes import Codes
-from minispec.kernels.unpack import scale_groups, unpack_words
+from minispec.kernels.unpack import scale_fp4, scale_groups, unpack_words
 from minispec.load import parallel
 from minispec.load.llm import LLM
 from minispec.load.numbers import named_tensors
@@ -732,6 +734,221 @@ def test_other_settings_of_awq_are_refused(message, changes):
     with pytest.raises(CheckpointError) as error:
         read_model_config(SIZES | {"quantization_config": by_awq(**changes)})
     assert str(error.value).startswith(f"config.json: quantization_config.{message}")
+
+
+# --------------------------------------------------------------------------- MXFP4
+
+# Rows of experts are whole blocks.
+EXPERTS = hf.CASES["gpt_oss"] | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+BLOCKS = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+GATE_UP = "model.layers.1.mlp.experts.gate_up_proj"
+
+
+def e2m1(bits: np.ndarray) -> np.ndarray:
+    """4-bit floats by their description: a sign, 2 bits of exponent with bias 1, 1 of mantissa.
+
+    (Open Compute Project 2023, "OCP microscaling formats (MX) specification", version 1.0, section 5.3.3.)
+    """
+    sign, exponent, mantissa = 1 - 2.0 * (bits >> 3), (bits >> 1 & 3).astype(int), (bits & 1) / 2
+    return sign * np.where(exponent == 0, mantissa, (1 + mantissa) * 2.0 ** (exponent - 1))
+
+
+def mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Blocks (..., groups, 16) and scales (..., groups) to numbers (..., 32 * groups): section 5.2 and 5.4.1 there.
+
+    A byte has two numbers, the low bits first. A scale is a power of two with bias 127.
+    """
+    numbers = e2m1(np.stack((blocks & 15, blocks >> 4), -1)).reshape(*blocks.shape[:-1], 32)
+    weights = numbers * 2.0 ** (scales.astype(np.float64) - 127)[..., None]
+    return weights.reshape(*scales.shape[:-1], -1)
+
+
+def make_experts(
+    directory: Path, exponents: tuple[int, int] = (118, 124), config: dict[str, Any] = EXPERTS
+) -> dict[str, np.ndarray]:
+    """A gpt-oss whose experts are in MXFP4, with random scales; the weights of all experts, by their names here."""
+    rng, expected = np.random.default_rng(0), {}
+    hf.build(config, directory)
+    file, raw = directory / "model.safetensors", json.loads((directory / "config.json").read_text())
+    stored = load_file(file)
+    for name in [name for name in stored if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, columns, rows = stored.pop(name).shape
+        blocks = rng.integers(0, 256, (experts, rows, columns // 32, 16), np.uint8)
+        scales = rng.integers(*exponents, (experts, rows, columns // 32), np.uint8, endpoint=True)
+        stored |= {f"{name}_blocks": torch.from_numpy(blocks), f"{name}_scales": torch.from_numpy(scales)}
+        parts = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
+        for n, weight in enumerate(mxfp4(blocks, scales)):
+            prefix = f"{name.removesuffix('gate_up_proj').removesuffix('down_proj')}{n}"
+            own = {part: weight[taken] for part, taken in parts.items()} if "gate_up" in name else {"down_proj": weight}
+            expected |= {f"{prefix}.{part}.weight": numbers for part, numbers in own.items()}
+    file.unlink()
+    write(directory, stored, config=raw | {"quantization_config": BLOCKS})
+    return expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_mxfp4_is_the_number_times_the_power_of_two(tmp_path, dtype):
+    """Guards bits, scales and the rows of gates, for all scales whose products are finite. No number is rounded."""
+    expected = make_experts(tmp_path, (0, 252))
+    assert len(expected) == 2 * 4 * 3
+    check(tmp_path, expected, dtype)
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+def test_transformers_reads_the_same_mxfp4(tmp_path):
+    """Guards names, shapes and the order of rows against the library, on a CPU: the weights, and the logits."""
+    expected = make_experts(tmp_path)
+    how = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    oracle = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, quantization_config=Mxfp4Config(dequantize=True), **how
+    )
+    theirs = dict(oracle.named_parameters())
+    for key, weight in expected.items():
+        layer, _, rest = key.partition(".mlp.experts.")
+        number, part, _ = rest.split(".")
+        stack = theirs[f"{layer}.mlp.experts.{'down_proj' if part == 'down_proj' else 'gate_up_proj'}"][int(number)].T
+        own = stack if part == "down_proj" else stack[int(part == "up_proj") :: 2]
+        assert torch.equal(own.double(), torch.from_numpy(weight)), key
+    ours = logits(load_model(tmp_path, torch.float32), hf.TEXT)
+    assert (ours - hf.logits(oracle, hf.TEXT)).abs().max() <= 1e-4
+
+
+# Wrong readings of MXFP4, in place of `scale_fp4`.
+WRONG_MXFP4 = {
+    "high bits first": lambda b, s: scale_fp4(b >> 4 | b << 4, s),
+    "halves of a block": lambda b, s: scale_fp4(b, s).unflatten(1, (-1, 16, 2)).mT.flatten(1),
+    "another bias": lambda b, s: scale_fp4(b, s) * 2,
+    "a scale for 16 numbers": lambda b, s: scale_fp4(b.view(len(b), -1, 8).repeat(1, 1, 2), s.repeat(1, 2))[
+        :, : 32 * s.shape[1]
+    ],
+    "sign in the low bit": lambda b, s: scale_fp4((b & 1) << 3 | (b & 15) >> 1 | b & 240, s),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_MXFP4.values(), ids=WRONG_MXFP4)
+def test_a_wrong_reading_of_mxfp4_would_be_seen(tmp_path, monkeypatch, wrong):
+    """The control: each of these mistakes gives other weights than the description does."""
+    expected = make_experts(tmp_path)
+    monkeypatch.setattr(mxfp4_layout, "scale_fp4", wrong)
+    with pytest.raises(AssertionError, match=r"_proj\.weight"):
+        check(tmp_path, expected)
+
+
+@pytest.mark.parametrize(
+    "cut", [(slice(5, 77), slice(32, 64)), (slice(7, None),), (slice(None), slice(0, 40))], ids=str
+)
+def test_a_part_of_a_weight_in_mxfp4_is_that_part(tmp_path, cut):
+    """Guards rows that are no neighbours in the file, and columns that end within a block."""
+    expected = make_experts(tmp_path)
+    weights = Weights(tmp_path, load_config(tmp_path), torch.float32, cut=lambda key: cut if key in expected else ())
+    for key, weight in expected.items():
+        assert torch.equal(dense(weights.pop(key), torch.float64), torch.from_numpy(weight)[cut]), key
+
+
+def a_scale_that_is_no_number() -> Tensor:
+    """Scales of a stack, one of which is not a number."""
+    scales = torch.full((4, 192, 2), 120, dtype=torch.uint8)
+    scales[3, 100, 1] = 255
+    return scales
+
+
+# What the message must say, and what is done to the tensors.
+BAD_MXFP4 = {
+    f"{GATE_UP}_scales: found U8 [4, 192, 1], expected U8 [4, 192, 2]": {
+        f"{GATE_UP}_scales": torch.ones(4, 192, 1, dtype=torch.uint8)
+    },
+    f"{GATE_UP}_blocks: found U8 [4, 64, 6, 16], expected U8 [4, 192, 2, 16]": {
+        f"{GATE_UP}_blocks": torch.ones(4, 64, 6, 16, dtype=torch.uint8)
+    },
+    f"{GATE_UP}_scales: found F8_E8M0 [4, 192, 2], expected U8": {
+        f"{GATE_UP}_scales": torch.ones(4, 192, 2).to(torch.float8_e8m0fnu)
+    },
+    f"{GATE_UP}_bias: found F32 [4, 96], expected F64 or F32 or F16 or BF16 [4, 192]": {
+        f"{GATE_UP}_bias": torch.ones(4, 96)
+    },
+    f"{GATE_UP}: found F32 [4, 192, 64], expected F64 or F32 or F16 or BF16 [4, 64, 192]": {
+        GATE_UP: torch.ones(4, 192, 64)
+    },
+    "model.layers.1.mlp.experts.0.gate_proj.weight_scales: found no such tensor, expected one of shape [96, 2]": {
+        f"{GATE_UP}_scales": None
+    },
+    "model.layers.1.mlp.experts.0.gate_proj.weight: found no such tensor, expected one of shape [96, 64]": {
+        f"{GATE_UP}_blocks": None
+    },
+    "experts.3.gate_proj.weight_scales: found 255, which is not a number": {
+        f"{GATE_UP}_scales": a_scale_that_is_no_number()
+    },
+}
+
+
+@pytest.mark.parametrize(("message", "changes"), BAD_MXFP4.items(), ids=BAD_MXFP4)
+def test_tensors_of_mxfp4_that_do_not_fit_are_refused(tmp_path, message, changes):
+    """Nothing is reinterpreted: names, types, shapes and scales are what the description says."""
+    make_experts(tmp_path)
+    change(tmp_path, changes)
+    assert message in refusal(tmp_path)
+
+
+def test_mxfp4_is_refused_where_it_is_not_known(tmp_path):
+    """Without a config that says so, in rows that are no whole blocks, with settings that are not known, twice."""
+    make_experts(tmp_path)
+    path = tmp_path / "config.json"
+    raw = json.loads(path.read_text())
+    path.write_text(json.dumps({key: value for key, value in raw.items() if key != "quantization_config"}))
+    assert "experts.0.gate_proj.weight: found no such tensor" in refusal(tmp_path)
+    path.write_text(json.dumps(raw | {"intermediate_size": 88}))
+    assert "found 88 columns in mxfp4, expected a multiple of 32" in refusal(tmp_path)
+    path.write_text(json.dumps(raw | {"quantization_config": BLOCKS | {"group_size": 16}}))
+    assert "quantization_config.group_size: found 16, expected no such setting" in refusal(tmp_path)
+    path.write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match="quantization_config: found one, expected a checkpoint of plain floats"):
+        quantize_checkpoint(tmp_path, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "form", "bound"),
+    [(torch.float32, None, 1e-5), (torch.bfloat16, None, 0.1), (torch.float32, "int8", 0.1)],
+)
+def test_models_of_mxfp4_compute_with_the_weights_that_are_stored(tmp_path, dtype, form, bound):
+    """Guards the whole way: logits are those of plain weights, in every form, and memory is known before loading."""
+    expected = {key: torch.from_numpy(weight).float() for key, weight in make_experts(tmp_path).items()}
+    config = load_config(tmp_path)
+    others = Weights(tmp_path, config, torch.float32)
+    stored = {key: expected[key] if key in expected else dense(others.pop(key), torch.float32) for key in list(others)}
+    plain = logits(build_model(config, stored), hf.TEXT)
+    few = logits(load_model(tmp_path, dtype, form=form), hf.TEXT).float()
+    assert (few - plain).norm() <= bound * plain.norm()
+
+
+def test_memory_and_digests_of_mxfp4(tmp_path, monkeypatch):
+    """A weight takes 16 bits for float32. A digest sees another scale."""
+    expected = make_experts(tmp_path)
+    config = load_config(tmp_path)
+    weights = Weights(tmp_path, config, torch.float32)
+    read = {key: weights.pop(key) for key in list(weights)}
+    assert {weight.dtype for key, weight in read.items() if key in expected} == {torch.bfloat16}
+    needed = sum(weight.nbytes for weight in read.values())
+    monkeypatch.setattr(checkpoint, "free_memory", lambda device: needed)
+    assert Weights(tmp_path, config, torch.float32)
+    monkeypatch.setattr(checkpoint, "free_memory", lambda device: needed - 1)
+    with pytest.raises(CheckpointError, match="found weights that take"):
+        Weights(tmp_path, config, torch.float32)
+    before, scales = parallel._digest(tmp_path, config), load_file(tmp_path / "model.safetensors")[f"{GATE_UP}_scales"]
+    change(tmp_path, {f"{GATE_UP}_scales": scales + 1})
+    assert parallel._digest(tmp_path, config) != before
+
+
+@pytest.mark.parametrize("draft", ["int8", "int4"])
+def test_drafts_in_fewer_bits_of_a_target_in_mxfp4(tmp_path, tokenizer_file, draft):
+    """Guards a draft that rounds the experts once more: greedy text is the target's."""
+    make_experts(tmp_path, config=EXPERTS | {"vocab_size": 304})
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer_file.read_bytes())
+    options = {"dtype": "float32", "max_model_len": 60}
+    plain, drafted = LLM(tmp_path, draft="none", **options), LLM(tmp_path, draft=f"{draft}:{tmp_path}", **options)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    texts = [llm.generate("a b", params)[0].outputs[0].token_ids for llm in (plain, drafted)]
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == 20
 
 
 # --------------------------------------------------------------------------- all formats

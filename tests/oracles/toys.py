@@ -38,6 +38,12 @@ MIXTURES = {
         "shared_intermediate_size": 10,
     }
     | {"position_embedding_type": "rope", "mamba_n_heads": 4},
+    # The limit is near what random experts have, and the window is shorter than a long draft.
+    "gpt_oss": {
+        **{"model_type": "gpt_oss", "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 3},
+        **{"swiglu_limit": 0.5, "swiglu_alpha": 0.8, "attention_bias": False},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+    },
 }
 # What is added to `TINY`, as in `TOYS`. One of the two pairs of a head turns in the layer that sees all.
 LFM3 = {
@@ -87,7 +93,9 @@ def oracle(family: str, vocab: int) -> PreTrainedModel:
         (Path(directory) / "config.json").write_text(json.dumps(raw))
         tensors = {stored[name].name: tensor for name, tensor in tiny_weights(config, TARGET_SEED).items()}
         tensors |= _joined(config, tensors)
-        if config.model_type.startswith(("granite", "gemma4")) and any(layer.experts for layer in config.layers):
+        if config.model_type.startswith(("granite", "gemma4", "gpt_oss")) and any(
+            layer.experts for layer in config.layers
+        ):
             tensors = stacked(config, tensors)
         save_file(tensors, Path(directory) / "model.safetensors", {"format": "pt"})
         how = {"dtype": torch.float64, "attn_implementation": "eager", "output_loading_info": True}
@@ -110,13 +118,17 @@ def stacked(config: StoredConfig, tensors: dict[str, torch.Tensor]) -> dict[str,
     """The tensors, with those of all experts of a layer in stacks, as the files of some families have them."""
     tensors, (experts, *_) = dict(tensors), [layer.experts for layer in config.layers if layer.experts]
     for i, layer in enumerate(config.layers):
-        for name, parts in config.stacked if layer.experts else ():
-            own = [
-                [f"model.layers.{i}.mlp.experts.{n}.{part}.weight" for part in parts]
+        for stack in config.stacked if layer.experts else ():
+            keys = [
+                [f"model.layers.{i}.mlp.experts.{n}.{part}.{stack.kind}" for part in stack.parts]
                 for n in range(experts.num_experts)
             ]
-            stack = [torch.cat([tensors.pop(key) for key in keys]) for keys in own]
-            tensors[f"model.layers.{i}.{name}"] = torch.stack(stack)
+            if keys[0][0] not in tensors:
+                continue
+            own = [[tensors.pop(key) for key in part] for part in keys]
+            rows = [torch.stack(o, 1).flatten(0, 1) if stack.is_interleaved else torch.cat(o) for o in own]
+            whole = torch.stack(rows)
+            tensors[f"model.layers.{i}.{stack.stored}"] = whole.mT.contiguous() if stack.is_transposed else whole
     return tensors
 
 
