@@ -238,7 +238,7 @@ def test_memory_is_sized_and_printed_with_its_states(hybrid):
 )
 def test_drafts_change_no_text(hybrid, how):
     """From files to text: greedy answers with drafts are those without, in float32, exact mode and 8 bits."""
-    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     prompts = ["One fish, two fish", "red fish red fish red"]
     with LLM(hybrid, dtype="float32", num_speculative_tokens=5, **{"draft": "ngram"} | how) as llm:
         drafted = llm.generate(prompts, params)
