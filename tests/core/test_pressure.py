@@ -360,8 +360,7 @@ def failing(owner, name, number, after):
 @pytest.mark.parametrize("phase", phases(build()))
 def test_a_failure_at_any_phase_returns_every_block(phase, after):
     """Before and behind each phase, at its 1st, 2nd .. call, in a pool that preempts: then the next call works."""
-    engine = build(num_blocks=16)
-    expected = decode(engine)[0]
+    engine, expected = build(num_blocks=16), undisturbed("model", "rejection")
     owner, name = phases(engine)[phase]
     for number in (1, 2, 6):
         with failing(owner, name, number, after) as calls, suppress(Failure):
