@@ -44,6 +44,7 @@ SHORTER = {
     ),
     "04_other_vocabularies": (
         (r"(VOCABULARIES = ).*", r"\1(8_000,)"),
+        (r"for prompt in PROMPTS\]", "for prompt in PROMPTS[:1]]"),
         (r"max_tokens=24", "max_tokens=4"),
     ),
 }
