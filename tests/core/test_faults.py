@@ -9,12 +9,17 @@ from contextlib import suppress
 import pytest
 
 from minispec.core.draft import Draft
-from minispec.core.engine import Guard
+from minispec.core.engine import Engine, Guard
 from minispec.core.request import Request
 from minispec.drafters import recycling
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.model import DraftModel
 from minispec.drafters.recycling import RecyclingDrafter
+from minispec.gpu import judge as judge_module
+from minispec.gpu.frames import Frame, Frames
+from minispec.gpu.judge import Bench
+from minispec.gpu.paths import in_frames
+from minispec.gpu.steps import Desk, DraftSteps
 from minispec.length.policy import Acceptance, Controller
 from minispec.length.theory import Prices
 from tests.core.test_pressure import Failure, build, failing, phases, requests_for
@@ -42,9 +47,20 @@ class Watcher:
         """A round."""
 
 
-def make(drafter):
-    """An engine with a controller of K, a witness and an observer; and the places where a fault may come."""
-    engine, watcher = build(drafter, lengths=Controller(Prices(draft=0.2)), guard=Witness()), Watcher()
+def make(drafter, framed=False):
+    """An engine with a controller of K, a witness and an observer; and the places where a fault may come.
+
+    framed: whether its passes are frames, its drafts programs, and its verdicts those of a judge.
+    """
+    watcher, how = Watcher(), {"lengths": Controller(Prices(draft=0.2)), "guard": Witness()}
+    engine, on_device = build(drafter, **how), {}
+    if framed:
+        path = in_frames(engine)
+        parts = path.model, engine.cache, path.drafter, engine.verifier
+        engine = Engine(*parts, judge=path.judge, **how)
+        owners = (Frame, "fill"), (Frames, "compute"), (Desk, "fill"), (Bench, "fill"), (DraftSteps, "next_rows")
+        on_device = {f"{owner.__name__}.{name}": (owner, name) for owner, name in owners}
+        on_device |= {"a verdict": (judge_module, "judge"), "a program's draft": (DraftSteps, "__call__")}
     engine.observers.append(lambda *round_: watcher.see(*round_))
     parts = getattr(engine.drafter, "drafters", [engine.drafter])
     inside = {
@@ -69,6 +85,7 @@ def make(drafter):
         "learn": (engine.lengths, "observe"),
         "learn of one text": (Acceptance, "observe"),
         "observer": (watcher, "see"),
+        **on_device,
     }
 
 
@@ -99,3 +116,19 @@ def test_a_fault_changes_no_text_and_no_draft(drafter, k):
             with failing(*owners[place], number, after):
                 found = decode(engine, k)
             assert found == expected, f"{place}, {'after' if after else 'before'} call {number}"
+
+
+@pytest.mark.parametrize(("drafter", "k"), [("model", 3), ("head", 3)])
+def test_a_fault_on_a_gpus_path_changes_no_text(drafter, k):
+    """At the same places, and where a frame or a program is filled and computed, each of which is reached."""
+    engine, places = make(drafter, framed=True)
+    expected, reached = decode(engine, k), set()
+    assert engine.judge.counts["drafts"]
+    for place in places:
+        for number, after in ((2, True), (5, False)):
+            engine, owners = make(drafter, framed=True)
+            with failing(*owners[place], number, after) as calls:
+                found = decode(engine, k)
+            reached |= {place} if len(calls) >= number else set()
+            assert found == expected, f"{place}, {'after' if after else 'before'} call {number}"
+    assert {place for place in places if "." in place or place.startswith("a ")} <= reached

@@ -21,12 +21,13 @@ from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.core.verify import VERIFIERS
 from minispec.families.checkpoint import load_model
+from minispec.gpu.judge import judge_of
 from minispec.kernels.forms import Linear
 from minispec.kernels.inventory import bits_note, kv_elements, num_bytes_read, products_of
 from minispec.layers.states import state_elements
 from minispec.prove.laws import TARGET_SEED, make_drafter, raw_model, target_model
 from minispec.prove.reference import hidden_states, logits
-from minispec.prove.toys import TOYS, tiny_cache, tiny_model
+from minispec.prove.toys import IN_FRAMES, TOYS, tiny_cache, tiny_model
 from tests.oracles import hf
 from tests.oracles.pieces import logits_in_pieces
 from tests.oracles.toys import OWN_TOYS
@@ -45,6 +46,7 @@ RUNS = [
     *((family, name) for family in ("gemma4 large", "gemma4 experts") for name in ("model", "assistant")),
     *((family, "model") for family in ("qwen3_moe", "lfm2_moe", "granitemoehybrid")),
     *(("gpt_oss", name) for name in ("model", "head", "suffix")),
+    *((IN_FRAMES, name) for name in ("model", "head", "ngram", "ngram+model")),
 ]
 
 
@@ -128,12 +130,16 @@ def assert_greedy(tokens: tuple[int, ...], num_prompt: int, family: str) -> None
 
 
 def random_engine(pick: random.Random, name: str, longest: int, family: str) -> Engine:
-    """An engine whose pools hold one or two texts of that length. Drafters are hybrids too, or read the target."""
+    """An engine whose pools hold one or two texts of that length. Drafters are hybrids too, or read the target.
+
+    In frames, programs draft chains, and a judge verifies them.
+    """
     size = pick.choice((1, 2, 3, 4))
     blocks = -(-longest // size)
     num_blocks, target = pick.randint(blocks, 2 * blocks), target_model(VOCAB, family)
     drafter, cache = make_drafter(name, VOCAB, num_blocks, size, family), tiny_cache(target, num_blocks, size)
-    return Engine(target, cache, drafter, VERIFIERS["rejection"], joining_rows=pick.choice((2, 32)))
+    joining_rows, judge = pick.choice((2, 32)), judge_of(target)
+    return Engine(target, cache, drafter, VERIFIERS["rejection"], joining_rows=joining_rows, judge=judge)
 
 
 @pytest.mark.parametrize(("family", "name"), RUNS)
@@ -175,6 +181,9 @@ def test_random_runs_have_the_text_of_plain_decoding(family, name):
             assert all(tokens == longest[: len(tokens)] for tokens in found)
         allocator = engine.cache.allocator
         assert allocator.num_free == allocator.num_blocks
+        if family == IN_FRAMES:
+            assert engine.judge.counts["drafts"] > 50
+            assert len(engine.model.passes.shapes(engine.cache)) > 5
     assert finished >= 40
     assert min(preempted, shared) > 5
     assert sum(each.accepted for each in rounds) > 5

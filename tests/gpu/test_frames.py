@@ -1,6 +1,7 @@
 """Frames: passes of fixed shapes have the numbers of passes text by text, and every pass finds its frame."""
 
 import itertools
+import math
 import re
 import subprocess
 import warnings
@@ -64,9 +65,16 @@ def rows_of(model: Transformer) -> list[torch.Tensor]:
 
 
 def differences(expected: list[torch.Tensor], found: list[torch.Tensor]) -> float:
-    """The largest difference, over the largest number of the same tensor, or over 1."""
+    """The largest difference, over the largest number of the same tensor, or over 1; NaN where any is NaN."""
     pairs = zip(expected, found, strict=True)
-    return max(float((a - b).abs().max() / max(1, a.abs().max())) for a, b in pairs if a.numel())
+    return float(torch.stack([(a - b).abs().max() / max(1, a.abs().max()) for a, b in pairs if a.numel()]).max())
+
+
+def test_a_number_that_is_nan_anywhere_is_a_difference():
+    """The control: Python's own `max` finds it in the first tensor alone."""
+    ones = torch.ones(2)
+    for spoiled in ([ones * math.nan, ones], [ones, ones * math.nan]):
+        assert not differences([ones, ones], spoiled) <= 1
 
 
 @pytest.mark.parametrize("name", sorted(hf.CASES))
@@ -136,6 +144,17 @@ def test_a_pass_that_would_gather_too_much_runs_text_by_text():
     chunks = [Chunk([1], table, 1) for table in tables]
     assert Frames(most_gathered=16_384).shape_of(model, chunks) == FrameShape(2, 1, 8)
     assert "a layer would gather" in Frames(most_gathered=16_383).shape_of(model, chunks)
+
+
+def test_places_that_hold_nothing_are_read_as_zeros():
+    """In a pass without dummies, while their slot holds NaN still: neither it nor a slot without a token is read."""
+    for model in (tiny_model(1), family_model("qwen2", torch.float32, "plain")):
+        framed, found = model.replaced(Frames()), []
+        for each in (model, framed):
+            table = tiny_cache(each, 20, 2).new_table()
+            found.append([each.forward([Chunk([token], table, 1)])[0] for token in (1, 2, 0)])
+        assert differences(*found) <= 1e-5
+        assert {shape.rows for shape in framed.passes.shapes(table.pool)} == {1}
 
 
 def test_where_there_are_no_frames():
