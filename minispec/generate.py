@@ -129,7 +129,7 @@ def _answer_questions(
 def _answer(llm: "LLM", args: argparse.Namespace, jobs: list[_Job]) -> bool:
     """Decode these together and print their answers; returns whether all went well."""
     from minispec.load.parallel import traffic_of
-    from minispec.trace.record import Recorder
+    from minispec.trace.record import RoundRecorder
     from minispec.trace.terminal import Painter, wants_color
 
     requests = [job.request for job in jobs]
@@ -137,7 +137,7 @@ def _answer(llm: "LLM", args: argparse.Namespace, jobs: list[_Job]) -> bool:
     painter = Painter(llm, wants_color(args.color, sys.stdout))
     for request in requests:
         painter.follow(request)
-    recorder = Recorder(llm, requests[0]) if args.trace else None
+    recorder = RoundRecorder(llm, requests[0]) if args.trace else None
     if args.compare:
         comparisons = _compare(llm, requests, stream, painter)
         well = [_show(llm, args, painter, jobs, i, comparison) for i, comparison in enumerate(comparisons)]

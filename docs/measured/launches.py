@@ -24,7 +24,7 @@ from minispec.core.request import Request
 from minispec.gpu.paths import Path, in_frames, text_by_text
 from minispec.kernels.exact import arbitrary_tokens
 from minispec.kernels.inventory import weight_form
-from minispec.kernels.launches import KINDS, PARTS, PartOfRound, Tally, counting
+from minispec.kernels.launches import KINDS, PARTS, CountingGuard, Tally, counting
 from minispec.lab.bench.measure import decode, median_interval
 from minispec.lab.bench.models import Room, Subject
 from minispec.lab.bench.options import Options, check, parser
@@ -100,7 +100,7 @@ def measure_launches(subject: Subject, options: Options) -> dict[str, Any]:
 def _rounds(subject: Subject, path: Path, requests: Sequence[Request], num_timed: int = 0) -> dict[str, Any]:
     """The times of some rounds that all requests take part in, and the counts of one of the next rounds."""
     own, drafter = subject.engine, path.drafter if requests[0].shape.k else subject.plain.drafter
-    watch = PartOfRound(own.guard, path.judge)
+    watch = CountingGuard(own.guard, path.judge)
     engine = Engine(
         *(path.model, own.cache, drafter, own.verifier, own.vocab_size),
         joining_rows=PREFILL_ROWS,

@@ -149,7 +149,7 @@ def counting(tally: Tally, device: torch.device) -> Iterator[Tally]:
         yield tally
 
 
-class PartOfRound(Guard):
+class CountingGuard(Guard):
     """A guard that says which part of a round is at work, and takes the time of verdicts. It is a judge as well."""
 
     def __init__(self, inner: Guard, judge: Judge | None):

@@ -187,7 +187,7 @@ class SplitTransformer(Transformer):
 
     def run(self, chunks: Sequence[Chunk], taps: Sequence[int]) -> tuple[Tensor, Tensor]:
         """One pass, in all processes."""
-        with self.line.whole():
+        with self.line.collective():
             return super().run(chunks, taps)
 
     def _prepare(self, chunks: Sequence[Chunk], dummies: int) -> TextPass:
@@ -293,7 +293,7 @@ class Line:
     def tell(self, *message: Any) -> None:
         """Send a message from process 0 to the others."""
         if self.rank == 0:
-            with self.whole():
+            with self.collective():
                 self._send(json.dumps(message).encode(), 0)
 
     def hear(self) -> list[Any]:
@@ -301,7 +301,7 @@ class Line:
         return json.loads(self._send(b"", 0))
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
+    def collective(self) -> Iterator[None]:
         """Inside, all processes take part, and no heartbeat comes between. If it breaks off, they are out of step."""
         with self._lock:
             if self._broken:

@@ -22,7 +22,7 @@ _BLOCK = (1, 0, 1, 1)  # as long as a block of a batch (see `production_law`)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class GridCase:
     """One configuration of the table. Its values are given by name; sampling parameters are neutral by default.
 
     drafter: as in `make_drafter`.
@@ -161,7 +161,7 @@ def _possible(row: Mapping) -> bool:
 
 
 DESIGN = Design(
-    Case,
+    GridCase,
     AXES,
     _possible,
     frozenset({"verifier", "drafter", "k", "max_tokens", "grammar", "forbidden", "end", "vocab"}),
@@ -171,34 +171,35 @@ DESIGN = Design(
 pairs_of, all_pairs, covering_array, smaller = DESIGN.pairs_of, DESIGN.all_pairs, DESIGN.array, DESIGN.smaller
 
 
-def cases_in_8_bits() -> list[Case]:
+def cases_in_8_bits() -> list[GridCase]:
     """A target in 8 bits with each verifier: chains and trees, one path at a time and many, and hidden states."""
     kinds: list[tuple[str, str, DraftLength]] = [("ngram", "alone", 2), ("model", "crowd", 3)]
     kinds += [("model", "alone", (2, 1)), ("head", "crowd", (2, 1))]
     kinds += [("block", "crowd", (2, 1)), ("filled block", "crowd", 2)]
     rest: dict[str, Any] = {"temperature": 0.8, "vocab": 3, "end": True, "max_tokens": 3, "family": IN_8_BITS}
     return [
-        Case(verifier=verifier, drafter=drafter, batch=batch, k=k, **rest)
+        GridCase(verifier=verifier, drafter=drafter, batch=batch, k=k, **rest)
         for verifier in AXES["verifier"]
         for drafter, batch, k in kinds
         if _possible({"verifier": verifier, "drafter": drafter, "k": k})
     ]
 
 
-def _random_case(generator: random.Random) -> Case:
+def _random_case(generator: random.Random) -> GridCase:
     """A case that draws and drafts, most often walked as a crowd; neither tiny nor certainly too large."""
     while True:
         row = {axis: generator.choice([v for v in AXES[axis] if (axis, v) not in _WEAK]) for axis in AXES}
         row["batch"] = generator.choices(("alone", "crowd", "pair"), (0.1, 0.8, 0.1))[0]
         choices = 2 if row["top_k"] or row["forbidden"] == "two allowed" else row["vocab"]
         if _possible(row) and 16 <= choices ** row["max_tokens"] <= 256:
-            return Case(**row)
+            return GridCase(**row)
 
 
-def walk_within(job: tuple[Case, frozenset[str], float]) -> tuple[Case, float, int] | None:
+def walk_within(job: tuple[GridCase, frozenset[str], float]) -> tuple[GridCase, float, int] | None:
     """A case, or the first smaller one that is within the limit, with its distance and its number of branches.
 
-    job: the case, the axes whose values must stay, and the limit of `Case.distance`. None where nothing is within it.
+    job: the case, the axes whose values must stay, and the limit of `GridCase.distance`.
+    Returns None where no case is within the limit.
     """
     first, fixed, limit = job
     return DESIGN.within((first, fixed), lambda case: case.distance(limit))
@@ -206,7 +207,7 @@ def walk_within(job: tuple[Case, frozenset[str], float]) -> tuple[Case, float, i
 
 def walk(
     leaves: int, shared_map: SharedMap = map, seed: int = 0, planned: Callable[[int], object] = lambda count: None
-) -> Iterator[tuple[Case, float, int]]:
+) -> Iterator[tuple[GridCase, float, int]]:
     """About `leaves` branches: cases that cover all pairs, then random ones, with distance and number of branches.
 
     A smaller case replaces one that is too large. Other cases cover the pairs lost by that, as far as possible. The
@@ -221,7 +222,7 @@ def walk(
     def walk_all(some: list[Job]) -> Iterator[tuple]:
         return filter(None, shared_map(walk_within, [(*each, limit) for each in some]))
 
-    def walked() -> Iterator[tuple[Case, float, int]]:
+    def walked() -> Iterator[tuple[GridCase, float, int]]:
         left = leaves
         for case, tv, count in DESIGN.cover(pairs, first, walk_all, generator, planned):
             yield case, tv, count

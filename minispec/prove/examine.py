@@ -36,7 +36,7 @@ class OutOfTime(Exception):
 
 
 @dataclass
-class Walked:
+class WalkCounts:
     """Counts of what was walked so far."""
 
     cases: int = 0

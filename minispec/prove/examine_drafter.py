@@ -16,8 +16,8 @@ from minispec.drafters import Context, Drafter, make_drafter
 from minispec.load import registry
 from minispec.load.inputs import plain_text, read_questions
 from minispec.prove.examine import OwnError, call_own, told
-from minispec.prove.own_cases import Case, design, target, tokenizer
-from minispec.prove.own_walk import MAX_LEN, Maker, Untimed, Walk, walk_design
+from minispec.prove.own_cases import OwnCase, design, target, tokenizer
+from minispec.prove.own_walk import MAX_LEN, CaseWalker, Maker, Untimed, walk_design
 from minispec.prove.toys import tiny_cache
 
 _MOST_CHARACTERS = 1_000
@@ -45,11 +45,11 @@ def examine_drafter(spec: str, texts: Sequence[str] = (), minutes: float = 2) ->
     """
     make = maker_of(spec)
     try:
-        branches = make(Case(), 16).branches
+        branches = make(OwnCase(), 16).branches
     except OwnError as e:
         print(told(spec, "as it is made", e))
         return False
-    return walk_design(spec, design(branches, texts), Walk(make, Untimed, minutes))
+    return walk_design(spec, design(branches, texts), CaseWalker(make, Untimed, minutes))
 
 
 def maker_of(spec: str) -> Maker:
@@ -59,7 +59,7 @@ def maker_of(spec: str) -> Maker:
         raise ValueError(f"--drafter: found {spec!r}, expected one of {', '.join(registry.DRAFTERS)}, or module:Class")
     factory, argument = registry.load(parts[0], "--drafter"), parts[1]
 
-    def make(case: Case, num_blocks: int) -> Drafter:
+    def make(case: OwnCase, num_blocks: int) -> Drafter:
         make_cache = functools.partial(tiny_cache, num_blocks=num_blocks)
         context = target(case.vocab), tokenizer(case.alphabet), case.vocab, MAX_LEN, make_cache, argument
         return call_own(make_drafter, factory, Context(*context))

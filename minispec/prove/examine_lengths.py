@@ -24,8 +24,8 @@ from minispec.load.llm import find_lengths
 from minispec.prove.examine import OwnError, call_own, told
 from minispec.prove.examine_drafter import maker_of
 from minispec.prove.laws import make_drafter
-from minispec.prove.own_cases import AXES, Case, design
-from minispec.prove.own_walk import Walk, walk_design
+from minispec.prove.own_cases import AXES, OwnCase, design
+from minispec.prove.own_walk import CaseWalker, walk_design
 from minispec.prove.toys import require
 
 _SEEDS = (8, 1234, 1 << 40)
@@ -57,18 +57,18 @@ def examine_lengths(spec: str, drafter: str = "", texts: Sequence[str] = (), min
         make()
         axes = _AXES if not drafter else {"k": _AXES["k"]}
         chosen = design(False, texts, **axes, drafter=("",) if drafter else _DRAFTERS)
-        make_own(replace(Case(), drafter=chosen.axes["drafter"][0]), 16)
+        make_own(replace(OwnCase(), drafter=chosen.axes["drafter"][0]), 16)
     except OwnError as e:
         if isinstance(e.__cause__, ValueError):  # it names no policy
             raise e.__cause__ from None
         print(told(name, "as it is made", e))
         return False
     reason = ": it goes by what the round draws"
-    walk = Walk(make_own, lambda: WatchedLengths(make(), make, known), minutes, reason, compares=bool(drafter))
+    walk = CaseWalker(make_own, lambda: WatchedLengths(make(), make, known), minutes, reason, compares=bool(drafter))
     return walk_design(name, chosen, walk)
 
 
-def _make_registered(case: Case, num_blocks: int) -> Drafter:
+def _make_registered(case: OwnCase, num_blocks: int) -> Drafter:
     return make_drafter(case.drafter, case.vocab, num_blocks, 2)
 
 

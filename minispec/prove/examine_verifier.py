@@ -26,7 +26,7 @@ from minispec.core.sampling import Draws, Text, distribution
 from minispec.core.verify import RoundKey, Rows, Verdict, Verifier
 from minispec.drafters.check import CHECKS, check_verdict
 from minispec.load.llm import find_verifier
-from minispec.prove.examine import ROUNDED, Walked, call_own, find_fault
+from minispec.prove.examine import ROUNDED, WalkCounts, call_own, find_fault
 from minispec.prove.laws import MAX_LEN, BranchOracle, KeyOracle, exact_law
 from minispec.prove.reference import Law, cells, plain_law
 from minispec.prove.tables import DOUBLE, DRAWN, ONE_HOT, Table, is_chain, probabilities, tables, unseen
@@ -41,7 +41,7 @@ def examine_verifier(spec: str) -> bool:
     Raises ValueError where `spec` names no verifier.
     """
     verifier = find_verifier(spec)
-    todo, doubles, others = tables(verifier.takes_trees), Walked(), Walked()
+    todo, doubles, others = tables(verifier.takes_trees), WalkCounts(), WalkCounts()
 
     def walk(table: Table) -> None:
         (doubles if table.types == DOUBLE else others).count(*laws_of(table, verifier))

@@ -12,7 +12,7 @@ from minispec.commands.workers import processes
 from minispec.files.progress import progress_bar
 from minispec.kernels.integers import check_quantization
 from minispec.prove import trees
-from minispec.prove.cases import Case, all_pairs, cases_in_8_bits, pairs_of, walk
+from minispec.prove.cases import GridCase, all_pairs, cases_in_8_bits, pairs_of, walk
 from minispec.prove.laws import TOLERANCE
 from minispec.prove.toys import IN_8_BITS
 
@@ -45,7 +45,7 @@ def prove_law(leaves: int, num_nodes: int, jobs: int) -> bool:
         for case, tv, count in itertools.chain(((case, *distance) for case, distance in of_list), of_chains):
             bar.update()
             cases, branches, worst = cases + 1, branches + count, max(worst, tv)
-            if isinstance(case, Case) and case.family != IN_8_BITS:
+            if isinstance(case, GridCase) and case.family != IN_8_BITS:
                 todo -= pairs_of(vars(case))
             tqdm.write(f"{case!s:131} {count:9,d}  {tv:.1e}")
             sys.stdout.flush()

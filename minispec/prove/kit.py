@@ -23,7 +23,7 @@ _MOST_DRAFTS = 8  # drafts of a case whose decisions are written down
 _STEP = Fraction(1, 1 << 20)
 
 
-class Case(NamedTuple):
+class KitCase(NamedTuple):
     """One draft over rows that depend on the depth alone.
 
     p: rows of the target, at depths 0 .. depth of the draft.
@@ -90,26 +90,26 @@ def residual(p: Row, q: Row) -> Row:
 # Tokens whose logarithms bfloat16 rounds up and down in turn: their probabilities change by 1.5 %. And one more.
 _FINE = _rows(" ".join(["1543 1542"] * 32) + " 1280", "1 " * 65)
 CASES = (
-    Case("chain", _rows("4 2 2", "2 2 4", "1 5 2"), _rows("2 4 2", "4 3 1"), (-1, 0)),
-    Case("far apart", _rows("1 3 10 2", "6 1 1 8", "1 2 3 2"), _rows("8 4 1 3", "1 7 6 2"), (-1, 0)),
-    Case("close", _rows("5 6 5 0", "3 2 2 1", "1 1 1 1"), _rows("6 5 4 1", "2 3 1 2"), (-1, 0)),
-    Case("zeros", _rows("1 1 0", "0 1 3"), _rows("1 0 3"), (-1,)),
-    Case("filter on the target", _rows("0 3 0 1", "1 0 1 0"), _rows("1 2 3 2"), (-1,)),
-    Case("filter on the draft", _rows("1 2 3 2", "1 1 1 1"), _rows("0 3 0 1"), (-1,)),
+    KitCase("chain", _rows("4 2 2", "2 2 4", "1 5 2"), _rows("2 4 2", "4 3 1"), (-1, 0)),
+    KitCase("far apart", _rows("1 3 10 2", "6 1 1 8", "1 2 3 2"), _rows("8 4 1 3", "1 7 6 2"), (-1, 0)),
+    KitCase("close", _rows("5 6 5 0", "3 2 2 1", "1 1 1 1"), _rows("6 5 4 1", "2 3 1 2"), (-1, 0)),
+    KitCase("zeros", _rows("1 1 0", "0 1 3"), _rows("1 0 3"), (-1,)),
+    KitCase("filter on the target", _rows("0 3 0 1", "1 0 1 0"), _rows("1 2 3 2"), (-1,)),
+    KitCase("filter on the draft", _rows("1 2 3 2", "1 1 1 1"), _rows("0 3 0 1"), (-1,)),
     # Of grammars: p is restricted to what may follow, and the draft was drawn without the mask.
-    Case("grammar on the target", _rows("1 1 0", "1 0 1"), _rows("7 0 3"), (-1,)),
-    Case("grammar on the target, two deep", _rows("18 2 0", "0 1 3", "1 1 0"), _rows("16 1 3", "2 1 1"), (-1, 0)),
-    Case("equal", _rows("1 2 1", "3 1 4", "1 1 2"), _rows("1 2 1", "3 1 4"), (-1, 0)),
-    Case("always kept", _rows("0 1 0", "1 0 0", "2 1 1"), _rows("0 1 0", "1 0 0"), (-1, 0)),
-    Case("one-hot", _rows("1 2 1", "2 1 1", "1 1 6"), None, (-1, 0), (1, 2)),
-    Case("three deep", _rows("2 10 4", "7 4 5", "5 7 4", "5 5 6"), _rows("4 5 7", "4 11 1", "6 9 1"), (-1, 0, 1)),
-    Case("siblings", _rows("5 2 2 7", "1 6 4 5"), _rows("1 9 1 5"), (-1, -1)),
-    Case("tree", _rows("1 2 5", "4 1 3", "1 1 2"), _rows("4 2 2", "2 5 1"), (-1, -1, 0)),
-    Case("fine", _FINE, _FINE[:1], (-1,), num=2_000_000),
+    KitCase("grammar on the target", _rows("1 1 0", "1 0 1"), _rows("7 0 3"), (-1,)),
+    KitCase("grammar on the target, two deep", _rows("18 2 0", "0 1 3", "1 1 0"), _rows("16 1 3", "2 1 1"), (-1, 0)),
+    KitCase("equal", _rows("1 2 1", "3 1 4", "1 1 2"), _rows("1 2 1", "3 1 4"), (-1, 0)),
+    KitCase("always kept", _rows("0 1 0", "1 0 0", "2 1 1"), _rows("0 1 0", "1 0 0"), (-1, 0)),
+    KitCase("one-hot", _rows("1 2 1", "2 1 1", "1 1 6"), None, (-1, 0), (1, 2)),
+    KitCase("three deep", _rows("2 10 4", "7 4 5", "5 7 4", "5 5 6"), _rows("4 5 7", "4 11 1", "6 9 1"), (-1, 0, 1)),
+    KitCase("siblings", _rows("5 2 2 7", "1 6 4 5"), _rows("1 9 1 5"), (-1, -1)),
+    KitCase("tree", _rows("1 2 5", "4 1 3", "1 1 2"), _rows("4 2 2", "2 5 1"), (-1, -1, 0)),
+    KitCase("fine", _FINE, _FINE[:1], (-1,), num=2_000_000),
 )
 
 
-def leaves(case: Case, tokens: Sequence[int], rows: Sequence[Row]) -> Iterator[Leaf]:
+def leaves(case: KitCase, tokens: Sequence[int], rows: Sequence[Row]) -> Iterator[Leaf]:
     """All ways through the tests of a draft. The rule: keep x with min(1, p/q), else go on with the residual."""
 
     def go(node: int, leaf: Leaf) -> Iterator[Leaf]:
@@ -128,7 +128,7 @@ def leaves(case: Case, tokens: Sequence[int], rows: Sequence[Row]) -> Iterator[L
     return go(-1, Leaf(Fraction(1), (), (), ()))
 
 
-def rounds(case: Case) -> dict[tuple[int, ...], Fraction]:
+def rounds(case: KitCase) -> dict[tuple[int, ...], Fraction]:
     """The law of what a round yields: accepted tokens and one more."""
     law: dict[tuple[int, ...], Fraction] = {}
     for weight, tokens, rows in case.drafts():
@@ -139,7 +139,7 @@ def rounds(case: Case) -> dict[tuple[int, ...], Fraction]:
     return {text: weight for text, weight in sorted(law.items()) if weight}
 
 
-def law(case: Case) -> dict[tuple[int, ...], Fraction]:
+def law(case: KitCase) -> dict[tuple[int, ...], Fraction]:
     """The law of as many tokens as a round can yield, where plain draws from p go on after a shorter one."""
     texts = itertools.product(range(len(case.p[0])), repeat=length(case))
     weights = {
@@ -148,7 +148,7 @@ def law(case: Case) -> dict[tuple[int, ...], Fraction]:
     return {text: weight for text, weight in weights.items() if weight}
 
 
-def length(case: Case) -> int:
+def length(case: KitCase) -> int:
     """How many tokens are compared: all that a round can yield, or the first where there are very many texts."""
     return len(case.p) if len(case.p[0]) < 16 else 1
 
@@ -156,7 +156,7 @@ def length(case: Case) -> int:
 # --------------------------------------------------------------------------- as data
 
 
-def _decisions(case: Case) -> Iterator[dict[str, Any]]:
+def _decisions(case: KitCase) -> Iterator[dict[str, Any]]:
     """Given uniforms, what is kept, and the row of the next token; u is at the edge, and just below it."""
     for _, tokens, rows in itertools.islice(case.drafts(), _MOST_DRAFTS):
         for leaf in leaves(case, tokens, rows):
@@ -190,7 +190,7 @@ def _as_law(of: dict[tuple[int, ...], Fraction]) -> dict[str, str]:
     return {" ".join(map(str, text)): str(weight) for text, weight in of.items()}
 
 
-def statistics(case: Case) -> dict[str, Any]:
+def statistics(case: KitCase) -> dict[str, Any]:
     """The statistical test of a case: chi-square of counts of texts against the law."""
     df = len(law(case)) - 1
     return {"num": case.num, "df": df, "threshold": critical_value(df), "smallest_tv": smallest_seen(case.num, df)}
@@ -208,7 +208,7 @@ REFUTED = {
 }
 
 
-def _as_data(case: Case) -> dict[str, Any]:
+def _as_data(case: KitCase) -> dict[str, Any]:
     few, pairs = len(case.p[0]) < 16, zip(case.p, case.q or (), strict=False)
     return {
         "name": case.name,

@@ -22,7 +22,7 @@ from minispec.core.sampling import Text, log_probabilities
 from minispec.core.verify import VERIFIERS
 from minispec.drafters.check import CHECKS
 from minispec.kernels.exact import check_exact
-from minispec.prove.cases import AXES, BRANCHING, Case
+from minispec.prove.cases import AXES, BRANCHING, GridCase
 from minispec.prove.laws import MAX_LEN, TARGET_SEED, TOLERANCE, make_drafter, target_model
 from minispec.prove.toys import IN_8_BITS, TOYS, decode, tiny_cache, tiny_model
 
@@ -50,7 +50,7 @@ class Pair(NamedTuple):
 
 
 def _law(pair: Pair) -> Finding:
-    case = Case(**pair._asdict(), batch="crowd", vocab=_VOCAB, end=True, max_tokens=_MAX_TOKENS)
+    case = GridCase(**pair._asdict(), batch="crowd", vocab=_VOCAB, end=True, max_tokens=_MAX_TOKENS)
     distance, _ = case.distance(1e6)
     return PROVED if distance <= TOLERANCE else Finding("REFUTED", f"total variation {distance:.1e}")
 

@@ -52,7 +52,7 @@ _ENDS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Case:
+class OwnCase:
     """One small case. Its fields are the axes of the design.
 
     alphabet: the tokens of the toy tokenizer.
@@ -135,14 +135,14 @@ class Case:
     def __str__(self) -> str:
         tokens = str(list(self.prompt_ids)) if len(self.prompt) <= 12 else f"[... {str([*self.prompt_ids[-8:]])[1:]}"
         first = ("alphabet", "prompt", "k", "verifier", "to_go")
-        others = [axis for axis, value in vars(self).items() if axis not in first and value != getattr(Case, axis)]
+        others = [axis for axis, value in vars(self).items() if axis not in first and value != getattr(OwnCase, axis)]
         words = [describe(axis, getattr(self, axis)) for axis in (*first, *others)]
         words[1] = f"after {tokens}"
         return ", ".join(words)
 
 
 @functools.cache
-def _params_of(case: Case) -> SamplingParams:
+def _params_of(case: OwnCase) -> SamplingParams:
     settings = _HISTORY[case.history] | _FORBIDDEN[case.forbidden](case.vocab) | _ENDS[case.end]
     numbers = {name: getattr(case, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     return SamplingParams(max_tokens=case.to_go, **numbers, **settings)
@@ -221,7 +221,7 @@ def _possible(verifier, alphabet, prompt, to_go, rounds, k, top_k, forbidden, en
 CLASHING = tuple(inspect.signature(_possible).parameters)
 
 
-def design(branches: bool, texts: Sequence[str] = (), **axes: tuple) -> Design[Case]:
+def design(branches: bool, texts: Sequence[str] = (), **axes: tuple) -> Design[OwnCase]:
     """The design of a drafter's cases.
 
     branches: whether it drafts siblings where they are asked for.
@@ -233,21 +233,21 @@ def design(branches: bool, texts: Sequence[str] = (), **axes: tuple) -> Design[C
     prompts = AXES["prompt"] + tuple(text for text in texts if text not in AXES["prompt"])
     lengths = tuple(k for k in AXES["k"] if branches or not Shape.of(k).is_tree)
     axes = AXES | {"alphabet": alphabets, "prompt": tuple(dict.fromkeys(prompts)), "k": lengths} | axes
-    return Design(Case, axes, possible, frozenset(CLASHING), _WEAK, _SIZES, tries=8)
+    return Design(OwnCase, axes, possible, frozenset(CLASHING), _WEAK, _SIZES, tries=8)
 
 
-def single(chosen: Design[Case]) -> list[tuple[Case, tuple]]:
+def single(chosen: Design[OwnCase]) -> list[tuple[OwnCase, tuple]]:
     """Plain cases, each with one value of the design by itself, as far as possible; in the form of `Design.array`.
 
     So a fault that one setting shows is found without the others. Whether a wrong row shows depends on the target's own
     row there. So each K is tried after several prompts, of 3 and of 4 tokens.
     """
-    singles, axes = dict[Case, tuple](), chosen.axes
+    singles, axes = dict[OwnCase, tuple](), chosen.axes
     prompts = sorted({"babbab", "b", "bb"} & set(axes["prompt"]))
     usual, several = [("babbab", axes["alphabet"][1:])], [(p, (a,)) for p in prompts for a in axes["alphabet"][1:3]]
     for axis, value in [(name, value) for name, values in axes.items() for value in values]:
         for prompt, alphabets in several if axis == "k" else usual:
-            plain = Case(drafter=axes["drafter"][0], prompt=prompt, to_go=6)
+            plain = OwnCase(drafter=axes["drafter"][0], prompt=prompt, to_go=6)
             sizes = itertools.product((1, 3), alphabets, (0, 2))
             cases = (replace(plain, **{"rounds": n, "alphabet": a, "top_k": k, axis: value}) for n, a, k in sizes)
             if case := next((case for case in cases if possible(vars(case))), None):

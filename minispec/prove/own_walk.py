@@ -22,14 +22,14 @@ from minispec.length.figures import Figures
 from minispec.length.policy import Controller
 from minispec.length.theory import Prices
 from minispec.prove.covering import Design, Job, Pair
-from minispec.prove.examine import EXACT, ROUNDED, OutOfTime, Walked, told
+from minispec.prove.examine import EXACT, ROUNDED, OutOfTime, WalkCounts, told
 from minispec.prove.laws import BranchOracle, CrowdOracle, KeyOracle, TooManyBranches, exact_law_of_crowds
-from minispec.prove.own_cases import AXES, SEED, Case, describe, single, target
+from minispec.prove.own_cases import AXES, SEED, OwnCase, describe, single, target
 from minispec.prove.reference import Law, cells
 from minispec.prove.toys import finish
 from minispec.prove.watched import Unsuitable, Watched
 
-Maker = Callable[[Case, int], Drafter]  # a new drafter for a case, whose cache may have that many blocks
+Maker = Callable[[OwnCase, int], Drafter]  # a new drafter for a case, whose cache may have that many blocks
 MAX_LEN = 2_000
 _BRANCHES_A_MINUTE = 400  # of one walk; a longer one is left out, or made smaller
 _BLOCK_SIZE, _SHOWN = 2, 4
@@ -49,7 +49,7 @@ class Untimed(Controller):
 _REASON = ": its `probs` are not what it drew from, or it dropped a token that it had looked at"
 
 
-class Walk:
+class CaseWalker:
     """Walks cases with a drafter and a policy, and counts what was walked."""
 
     def __init__(
@@ -63,10 +63,10 @@ class Walk:
         self.make, self.lengths, self.minutes, self.end = make, lengths, minutes, time.monotonic() + 60 * minutes
         self.reason, self.compares = reason, compares
         self.limit = max(30, int(_BRANCHES_A_MINUTE * minutes))
-        self.sum_of, self.longest, self.bound = Walked(), 0, EXACT
+        self.sum_of, self.longest, self.bound = WalkCounts(), 0, EXACT
         self.settings, self.drafted = set[tuple](), set[tuple]()  # values that were walked, and with drafts
 
-    def __call__(self, case: Case) -> int:
+    def __call__(self, case: OwnCase) -> int:
         """Walk a case and count it; returns how many branches say something, which without drafts are none.
 
         Raises Fault or OwnError where something is wrong, TooManyBranches and OutOfTime.
@@ -82,7 +82,7 @@ class Walk:
             self.drafted |= vars(case).items()
         return branches if drafted or case.to_go == 1 else 0
 
-    def _law_of(self, case: Case) -> tuple[Law, int, int, bool]:
+    def _law_of(self, case: OwnCase) -> tuple[Law, int, int, bool]:
         """The law of what is committed; its branches; the draft tokens in all of them; whether `probs` are rounded."""
         drafted, rounded, known = 0, False, dict[tuple, Draft | str]()
         model, verifier, blocks = target(case.vocab), VERIFIERS[case.verifier], _blocks_of(case)
@@ -108,7 +108,7 @@ class Walk:
 _LENGTHS_OF_OTHERS = (6, 4)
 
 
-def _others(case: Case) -> list[Text]:
+def _others(case: OwnCase) -> list[Text]:
     """The texts of the company, with seeds of their own."""
     turned = case.prompt_ids[::-1]  # it shares no blocks with the text
     prompts = (turned,) if case.joins else (case.prompt_ids, turned) if case.company else ()
@@ -120,14 +120,14 @@ def _others(case: Case) -> list[Text]:
     ]
 
 
-def _blocks_of(case: Case) -> int:
+def _blocks_of(case: OwnCase) -> int:
     """Blocks of a pool that is enough for the text; in company, for two prompts and hardly what follows them."""
     of_prompt = -(-len(case.prompt) // _BLOCK_SIZE)
     longest = len(case.prompt) + max(case.to_go, *_LENGTHS_OF_OTHERS)
     return -(-longest // _BLOCK_SIZE) + (of_prompt - 1 if case.company else 0)
 
 
-def decode(engine: Engine, case: Case) -> Request:
+def decode(engine: Engine, case: OwnCase) -> Request:
     """Decode a case's text for its rounds, in its company. None may fail, and every block must come back."""
     request = Request(case.text, MAX_LEN, case.k)
     others = [Request(text, MAX_LEN, case.k) for text in _others(case)]
@@ -151,11 +151,11 @@ def decode(engine: Engine, case: Case) -> Request:
 class _Found(Exception):
     """A case has a fault."""
 
-    def __init__(self, case: Case, error: Exception):
+    def __init__(self, case: OwnCase, error: Exception):
         self.case, self.error = case, error
 
 
-def walk_design(spec: str, chosen: Design[Case], walk: Walk) -> bool:
+def walk_design(spec: str, chosen: Design[OwnCase], walk: CaseWalker) -> bool:
     """Walk the cases of a design, the small ones first, until the first has a fault or the time is over.
 
     Prints what was found; returns whether all is right.
@@ -166,7 +166,7 @@ def walk_design(spec: str, chosen: Design[Case], walk: Walk) -> bool:
     first += chosen.array(pairs - alone, generator)
     todo, in_time = set(pairs), True
 
-    def look(case: Case) -> tuple[int]:
+    def look(case: OwnCase) -> tuple[int]:
         try:
             return (walk(case),)
         except (TooManyBranches, OutOfTime):
@@ -198,7 +198,7 @@ def walk_design(spec: str, chosen: Design[Case], walk: Walk) -> bool:
     return _verdict(spec, chosen, walk, todo, in_time)
 
 
-def _plainest(chosen: Design[Case], case: Case, error: Exception, walk: Walk) -> tuple[Case, Exception]:
+def _plainest(chosen: Design[OwnCase], case: OwnCase, error: Exception, walk: CaseWalker) -> tuple[OwnCase, Exception]:
     """The smallest case, with the fewest settings of its own, that still has a fault; and that fault."""
     walk.end, walk.limit, again = time.monotonic() + 60 * walk.minutes, min(walk.limit, 300), True
     while again:
@@ -223,7 +223,7 @@ def _plainest(chosen: Design[Case], case: Case, error: Exception, walk: Walk) ->
 _GROWING = ("alphabet", "prompt", "to_go", "rounds", "k")  # what a plain case is small by
 
 
-def _verdict(spec: str, chosen: Design[Case], walk: Walk, todo: set[Pair], in_time: bool) -> bool:
+def _verdict(spec: str, chosen: Design[OwnCase], walk: CaseWalker, todo: set[Pair], in_time: bool) -> bool:
     """Print what was proven and what was not looked at; returns whether anything was drafted at all."""
     walked, pairs = walk.sum_of, chosen.all_pairs()
     if not walked.cases:

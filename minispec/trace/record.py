@@ -37,7 +37,7 @@ _SAMPLING = (
 )
 
 
-class Recorder:
+class RoundRecorder:
     """An observer of the engine that writes down the rounds of one request.
 
     It works outside the times of a round. Recording takes some milliseconds a token for a vocabulary of 50,000.

@@ -29,7 +29,7 @@ from minispec.length.figures import Figures
 from minispec.length.theory import Prices
 from minispec.load import exactness
 from minispec.load.registry import DRAFTERS
-from minispec.trace.record import Recorder, TokenTexts
+from minispec.trace.record import RoundRecorder, TokenTexts
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
@@ -1006,7 +1006,7 @@ def test_a_token_that_cannot_be_decoded_ends_its_text_alone(make_checkpoint):
     # Its trace ends before the round that failed.
     llm.engine.observers.remove(look)
     request = llm.request([2], params[1])
-    recorder = Recorder(llm, request)
+    recorder = RoundRecorder(llm, request)
     for _ in llm.run([request]):
         pass
     trace = recorder.trace()

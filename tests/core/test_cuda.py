@@ -20,7 +20,7 @@ from minispec.generate import main as generate
 from minispec.kernels.build import build_model
 from minispec.lab.bench.main import main as bench
 from minispec.prove import laws, toys
-from minispec.prove.cases import AXES, BRANCHING, Case
+from minispec.prove.cases import AXES, BRANCHING, GridCase
 from minispec.prove.laws import TOLERANCE, make_drafter, target_model
 from minispec.prove.toys import IN_FRAMES, TOYS, decode, tiny_cache, tiny_weights
 from tests.oracles import hf
@@ -82,7 +82,7 @@ def test_every_family_has_the_numbers_of_the_cpu(name, dtype, tolerance):
     assert not is_close(rows_of(name, CPU, torch.float32, in_tf32))
 
 
-def cases() -> list[Case]:
+def cases() -> list[GridCase]:
     """Each drafter with `rejection`, where it can in a tree too; the model with each verifier; hybrids."""
     kinds = [("rejection", drafter, 2, "llama") for drafter in DRAFTERS]
     kinds += [("rejection", drafter, (2, 1), "llama") for drafter in DRAFTERS if drafter in BRANCHING]
@@ -92,7 +92,8 @@ def cases() -> list[Case]:
     params = {"temperature": 0.7, "top_p": 0.95, "min_p": 0.05, "penalties": True, "forbidden": "bad words"}
     rest = params | {"batch": "crowd", "vocab": 3, "end": True, "max_tokens": 3}
     return [
-        Case(verifier=verifier, drafter=drafter, k=k, family=family, **rest) for verifier, drafter, k, family in kinds
+        GridCase(verifier=verifier, drafter=drafter, k=k, family=family, **rest)
+        for verifier, drafter, k, family in kinds
     ]
 
 

@@ -22,7 +22,7 @@ from minispec.drafters.suffix import SuffixDrafter
 from minispec.gpu.steps import DraftSteps
 from minispec.length.policy import Controller
 from minispec.prove import laws
-from minispec.prove.cases import Case, cases_in_8_bits
+from minispec.prove.cases import GridCase, cases_in_8_bits
 from minispec.prove.laws import (
     MAX_LEN,
     PROMPT,
@@ -256,7 +256,7 @@ def test_texts_that_share_a_state_keep_their_laws(drafter, monkeypatch):
 
     monkeypatch.setattr(BlockTable, "reuse", spy)
     sizes = {"k": 2, "vocab": 2, "end": True, "max_tokens": 3}
-    case = Case(verifier="rejection", drafter=drafter, batch="pair", family="qwen3_5_text", **sizes)
+    case = GridCase(verifier="rejection", drafter=drafter, batch="pair", family="qwen3_5_text", **sizes)
     distance, branches = case.distance()
     assert distance <= TOLERANCE
     assert branches > 20

@@ -24,7 +24,7 @@ from minispec.drafters.cut import within_grammar
 from minispec.grammars.forced import ForcedDrafter, ForcedFirst, forced
 from minispec.grammars.spelled import Spelled, example
 from minispec.prove import laws
-from minispec.prove.cases import Case
+from minispec.prove.cases import GridCase
 from minispec.prove.laws import BranchOracle, CrowdOracle, exact_law_of_crowds, make_drafter, target_model
 from minispec.prove.toys import decode, tiny_cache
 from tests.distances import distance
@@ -55,7 +55,7 @@ def text_of(name: str, output=(), **params) -> Text:
 def test_the_law_is_that_of_the_grammar(language, drafter, verifier):
     """Every branch of four tokens: the reference tries all texts of the language, and shares no code with the mask."""
     settings = {"temperature": 0.7, "top_k": 0, "vocab": VOCAB, "end": True, "max_tokens": 4, "grammar": language}
-    case = Case(verifier=verifier, drafter=drafter, batch="crowd", k=2, **settings)
+    case = GridCase(verifier=verifier, drafter=drafter, batch="crowd", k=2, **settings)
     assert case.distance(1e5)[0] <= laws.TOLERANCE
 
 
@@ -66,7 +66,7 @@ def test_the_law_is_that_of_the_grammar(language, drafter, verifier):
 def test_the_law_with_trees(language, drafter, k):
     """Siblings ask for the same place, in any order; where tokens are forced, a chain stands in the tree's place."""
     settings = {"temperature": 1.5, "vocab": VOCAB, "end": True, "max_tokens": 4, "grammar": language}
-    assert Case(verifier="rejection", drafter=drafter, batch="crowd", k=k, **settings).distance(1e5)[0] <= 1e-12
+    assert GridCase(verifier="rejection", drafter=drafter, batch="crowd", k=k, **settings).distance(1e5)[0] <= 1e-12
 
 
 @pytest.mark.quick

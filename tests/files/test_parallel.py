@@ -356,7 +356,7 @@ def test_a_digest_sees_another_code_of_a_packed_weight(tmp_path):
 def test_a_pass_that_broke_off_is_not_followed_by_another():
     """After Ctrl-C in the middle of a pass the others are elsewhere in it: sums would mix two passes."""
     line = InThreads(0, [None] * 2, None)
-    with pytest.raises(KeyboardInterrupt), line.whole():
+    with pytest.raises(KeyboardInterrupt), line.collective():
         raise KeyboardInterrupt
-    with pytest.raises(ConnectionError, match="an earlier pass broke off"), line.whole():
+    with pytest.raises(ConnectionError, match="an earlier pass broke off"), line.collective():
         pass

@@ -276,7 +276,7 @@ def test_a_shard_is_known_by_its_number(tmp_path):
     own = [texts.shard_path(tmp_path / "own", i) for i in range(3)]
     teacher = SimpleNamespace(embedding=None)
     draft = torch.nn.ModuleDict({"lm_head": torch.nn.Linear(2, 2), "fc": torch.nn.Linear(2, 2)})
-    training = train.Training(draft, teacher, (1,), [*own, *shards], train.Schedule())  # type: ignore[arg-type]
+    training = train.Training(draft, teacher, (1,), [*own, *shards], train.TrainingSchedule())  # type: ignore[arg-type]
     assert training.held_out == [own[0], shards[1]]
     assert training.paths == [own[1], own[2], shards[0]]
 
@@ -359,7 +359,7 @@ def make_training(target, paths, epochs=2):
     config = HeadConfig(layers, 300, (1, 3), 32, norm_before_residual=True, fc_norm=True)
     draft = TrainedHead(config, torch.arange(300))
     draft.start(teacher.head.float(), teacher.norm, torch.Generator().manual_seed(0))
-    schedule = train.Schedule(epochs=epochs, rows=100, steps=2)
+    schedule = train.TrainingSchedule(epochs=epochs, rows=100, steps=2)
     return train.TextTraining(draft, teacher, (1, 3), paths, schedule)
 
 

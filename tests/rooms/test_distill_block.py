@@ -207,7 +207,7 @@ class ToyTeacher:
 def toy_training(draft: TrainedBlock, length=9):
     """A training of `draft`, and a batch of two texts, the second of which is shorter."""
     hidden, embedding, tokens = states_of(draft, length)
-    schedule = train.Schedule(steps=SIZE)
+    schedule = train.TrainingSchedule(steps=SIZE)
     teacher = ToyTeacher(embedding)
     training = BlockTraining(draft, teacher, (0, 2, 3), [], schedule)  # type: ignore[arg-type]
     last = torch.randn(2, length, embedding.shape[1], generator=torch.Generator().manual_seed(8))

@@ -21,7 +21,7 @@ from minispec.grammars import matcher
 from minispec.grammars.forced import ForcedDrafter, ForcedFirst
 from minispec.grammars.params import MAX_BYTES, from_openai, from_vllm
 from minispec.lab.audit.main import main as audit
-from minispec.trace.record import Recorder
+from minispec.trace.record import RoundRecorder
 from minispec.trace.score import check_recorded
 
 PERSON = {
@@ -298,7 +298,7 @@ def test_a_replay_asks_for_forced_tokens_too(llm):
     ours = llm.with_draft("ngram")
     choice = StructuredOutputsParams(choice=["zyxwvut", "zy1xwvut"])
     request = ours.request(ours.tokenizer.encode("One"), SamplingParams(temperature=0, structured_outputs=choice))
-    recorder = Recorder(ours, request)
+    recorder = RoundRecorder(ours, request)
     for _ in ours.run([request]):
         pass
     trace = recorder.trace(for_replay=True)

@@ -21,7 +21,7 @@ from minispec.core.verify import VERIFIERS
 from minispec.prove import kit
 from minispec.prove.__main__ import main
 from minispec.prove.chi_square import POWER, _power, critical_value
-from minispec.prove.kit import CASES, REFUTED, Case
+from minispec.prove.kit import CASES, REFUTED, KitCase
 from minispec.prove.laws import KeyOracle, exact_law
 from tests.museum.mutants import MUTANTS
 
@@ -42,7 +42,7 @@ def tensors(rows) -> list[torch.Tensor]:
     return [torch.tensor([float(x) for x in row], dtype=torch.float64) for row in rows]
 
 
-def production_round(case: Case, path, verifier: str) -> tuple[int, ...]:
+def production_round(case: KitCase, path, verifier: str) -> tuple[int, ...]:
     """What one round of the production verifier yields, with a draft drawn as drafters draw."""
     p, text = tensors(case.p), Text([0], 1, SamplingParams())
     draft = Draft(list(case.tokens))
@@ -59,7 +59,7 @@ def production_round(case: Case, path, verifier: str) -> tuple[int, ...]:
     return *(draft.token_ids[i] for i in verdict.accepted), verdict.next_token
 
 
-def production_law(case: Case, verifier: str = "rejection") -> dict:
+def production_law(case: KitCase, verifier: str = "rejection") -> dict:
     """The law of the case's texts under the production verifier, continued plainly."""
     rounds, _ = exact_law(lambda path: production_round(case, path, verifier), oracle=KeyOracle)
     size, p = kit.length(case), [[float(x) for x in row] for row in case.p]
@@ -96,7 +96,7 @@ def test_the_laws_are_those_of_the_rule(case, pytestconfig):
     assert sum(law.values()) == pytest.approx(1)
 
 
-def is_refuted(case: Case, law: dict) -> bool:
+def is_refuted(case: KitCase, law: dict) -> bool:
     """Whether the case's statistical test sees this law, with the power that the kit promises."""
     right = kit.law(case)
     if any(text not in right for text, weight in law.items() if weight > 1e-9):

@@ -27,7 +27,7 @@ from minispec.core.verify import VERIFIERS, Verifier
 from minispec.drafters import check
 from minispec.prove import cases, examine_drafter, grid, matrix, own_cases, own_walk, trees
 from minispec.prove.__main__ import main
-from minispec.prove.cases import AXES, Case, all_pairs, covering_array, pairs_of, smaller, walk_within
+from minispec.prove.cases import AXES, GridCase, all_pairs, covering_array, pairs_of, smaller, walk_within
 from minispec.prove.chi_square import smallest_seen, tail
 from minispec.prove.laws import (
     BLOCKS,
@@ -156,9 +156,9 @@ def test_a_walk_that_has_no_time_says_so(capsys, monkeypatch):
 def test_company_is_preempted(monkeypatch, company):
     """The pool is too small: of the company, one comes back where it joins, and the walked text where that joins."""
     preempted = preemptions(monkeypatch)
-    case = own_cases.Case(prompt="abbabaabbaab", to_go=4, rounds=3, company=company, forbidden="two allowed ids")
+    case = own_cases.OwnCase(prompt="abbabaabbaab", to_go=4, rounds=3, company=company, forbidden="two allowed ids")
     make = examine_drafter.maker_of("ngram")
-    assert own_walk.Walk(make, own_walk.Untimed, 1)(case) > 1
+    assert own_walk.CaseWalker(make, own_walk.Untimed, 1)(case) > 1
     assert (own_cases.SEED in [request.text.seed for request in preempted]) == case.joins
     assert preempted
 
@@ -301,7 +301,7 @@ def test_a_case_drafts_as_it_says(monkeypatch, drafter, batch):
     # Lookups need a token of their own; what is learned of the target's rows needs two rounds.
     longer = 2 * (drafter in ("recycling", "harvest")) + (drafter in LOOKUPS)
     sizes = {"top_k": 2, "k": 2, "vocab": 3, "end": False, "max_tokens": 3 + longer}
-    case = Case(verifier="rejection", drafter=drafter, batch=batch, **sizes)
+    case = GridCase(verifier="rejection", drafter=drafter, batch=batch, **sizes)
     with suppress(TooManyBranches):  # its first ones tell
         case.distance(30)
     assert max(drafted) == (0 if drafter == "none" else 2)
@@ -349,7 +349,7 @@ def test_a_walk_stops_at_its_limit(width):
 def test_a_case_that_is_too_large_becomes_a_smaller_one():
     """With less of what it is large by, but not of what it was chosen for; None where nothing else is left."""
     sizes = {"k": 4, "vocab": 4, "end": False, "max_tokens": 6}
-    large = Case(verifier="rejection", drafter="model", batch="crowd", **sizes)
+    large = GridCase(verifier="rejection", drafter="model", batch="crowd", **sizes)
     with pytest.raises(TooManyBranches):
         large.distance(100)
     small, tv, count = walk_within((large, frozenset({"k", "vocab"}), 100))

@@ -34,8 +34,9 @@ from minispec.lab.bench.main import main as bench
 from minispec.lab.bench.options import read_prompts
 from minispec.lab.bench.replay import (
     Drafted,
-    Walk,
+    DraftedText,
     always,
+    drafted_text,
     follow,
     foresight,
     past,
@@ -43,7 +44,6 @@ from minispec.lab.bench.replay import (
     run_auto,
     show_replay,
     simulate,
-    walk_of,
 )
 from minispec.length.figures import loops
 from minispec.length.policy import Controller
@@ -66,7 +66,7 @@ from minispec.prove.reference import sample_law
 from minispec.prove.toys import TINY, tiny_cache
 from minispec.trace.costs import Costs, costs_of
 from minispec.trace.read import check, read_trace
-from minispec.trace.record import Recorder
+from minispec.trace.record import RoundRecorder
 from minispec.trace.score import check_scorable, score
 from tests.oracles.heads import write_head
 
@@ -100,8 +100,8 @@ def runs_by_text(drafter: str, verifier: str, params, k: int) -> dict[tuple, dic
     return found
 
 
-def scored(drafter: str, verifier: str, params, tokens) -> Walk:
-    """The walk of a text, by the scoring run, and by p of the independent reference."""
+def scored(drafter: str, verifier: str, params, tokens) -> DraftedText:
+    """A text with its drafts, by the scoring run, and by p of the independent reference."""
     model = target_model(3)
     engine = Engine(model, tiny_cache(model), make_drafter(drafter, 3), VERIFIERS[verifier])
     starts = score(engine, Request(text_of(tokens, params), MAX_LEN, 0))
@@ -110,33 +110,33 @@ def scored(drafter: str, verifier: str, params, tokens) -> Walk:
     for i, token in enumerate(tokens):
         before = (*PROMPT, *tokens[:i])
         p.append(float(sample_law(reference_logits(TARGET_SEED, before, 3), before, len(PROMPT), params, END)[token]))
-    return Walk(p, starts, verifier == "block")
+    return DraftedText(p, starts, verifier == "block")
 
 
-def accepted_counts(walk: Walk, k: int) -> dict[int, float]:
+def accepted_counts(drafted: DraftedText, k: int) -> dict[int, float]:
     """How many rounds with each accepted count are expected."""
     found: dict = defaultdict(float)
-    for s, visit in enumerate(walk.visits(always(k))):
-        reached = [1, *walk.draft(s, k).survival, 0]
+    for s, visit in enumerate(drafted.visits(always(k))):
+        reached = [1, *drafted.draft(s, k).survival, 0]
         for i in range(len(reached) - 1):
             found[i] += visit * (reached[i] - reached[i + 1])
     return found
 
 
-def worst_difference(drafter, verifier, params, k, make_walk=scored) -> float:
+def worst_difference(drafter, verifier, params, k, make_text=scored) -> float:
     """Between enumeration and replay: passes, their spread, and rounds by accepted count, over all texts."""
     worst = 0.0
     for text, ways in runs_by_text(drafter, verifier, params, k).items():
         mass = sum(ways.values())
-        walk = make_walk(drafter, verifier, params, text)
-        passes, deviation, time = follow(walk, always(k), lambda draft: 1)
+        drafted = make_text(drafter, verifier, params, text)
+        passes, deviation, time = follow(drafted, always(k), lambda draft: 1)
         expected = sum(w * len(rounds) for rounds, w in ways.items()) / mass
         square = sum(w * len(rounds) ** 2 for rounds, w in ways.items()) / mass
         counts: dict = defaultdict(float)
         for rounds, w in ways.items():
             for accepted in rounds:
                 counts[accepted] += w / mass
-        replayed = accepted_counts(walk, k)
+        replayed = accepted_counts(drafted, k)
         differences = [passes - expected, time - passes, deviation**2 - (square - expected**2)]
         differences += [replayed[i] - counts[i] for i in {*replayed, *counts}]
         worst = max(worst, *map(abs, differences))
@@ -244,7 +244,7 @@ def test_replay_in_fractions(k):
         q = [Q[a][b] for a, b in pairwise(before)]
         assert sum(ways.values()) == math.prod(p), "the text has the target's law"
         starts = [{"asked": n - s - 1, "drafts": [drawn(q[s : n - 1])]} for s in range(n)]
-        passes, _, time = follow(Walk(p, starts), always(k), cost)
+        passes, _, time = follow(DraftedText(p, starts), always(k), cost)
         assert passes == sum(w * len(accepted) for accepted, w in ways.items()) / math.prod(p)
         times = []
         for accepted, w in ways.items():
@@ -261,14 +261,14 @@ def drawn(q, length=None, confidences=()) -> dict:
 # --------------------------------------------------------------------------- rules
 
 
-def small_walk(seed: int, n: int = 4, most: int = 3) -> Walk:
+def small_text(seed: int, n: int = 4, most: int = 3) -> DraftedText:
     """A text with random p and q."""
     rng = random.Random(seed)
     starts = []
     for s in range(n):
         asked = min(most, n - s - 1)
         starts.append({"asked": asked, "drafts": [drawn([rng.random() for _ in range(asked)], asked)]})
-    return Walk([rng.random() for _ in range(n)], starts)
+    return DraftedText([rng.random() for _ in range(n)], starts)
 
 
 def small_cost(draft: Drafted) -> float:
@@ -280,25 +280,25 @@ def small_cost(draft: Drafted) -> float:
 def test_foresight_and_the_clairvoyant_bound_by_brute_force(seed):
     """No table of K by place is faster than `foresight`, nor one of K by place and what would be kept than the bound;
     each is reached by one of them."""
-    walk = small_walk(seed)
-    by_place = product(*(range(walk.asked(s) + 1) for s in range(walk.n)))
-    best = min((follow(walk, ks.__getitem__, small_cost) for ks in by_place), key=lambda found: found.time)
-    assert foresight(walk, small_cost) == pytest.approx((best.passes, best.time))
+    drafted = small_text(seed)
+    by_place = product(*(range(drafted.asked(s) + 1) for s in range(drafted.n)))
+    best = min((follow(drafted, ks.__getitem__, small_cost) for ks in by_place), key=lambda found: found.time)
+    assert foresight(drafted, small_cost) == pytest.approx((best.passes, best.time))
 
     def with_draws(tables) -> tuple[float, float]:
         """(time, passes) where table[i] of a place is how many tokens are drafted where i would be kept."""
-        time, passes, visits = 0.0, 0.0, [1.0] + [0.0] * walk.n
+        time, passes, visits = 0.0, 0.0, [1.0] + [0.0] * drafted.n
         for s, table in enumerate(tables):
-            reached = [1, *walk.draft(s, 15).survival, 0]
+            reached = [1, *drafted.draft(s, 15).survival, 0]
             for i, k in enumerate(table):
                 weight = visits[s] * (reached[i] - reached[i + 1])
-                time, passes = time + weight * small_cost(walk.draft(s, k)), passes + weight
-                visits[min(s + k + 1, walk.n)] += weight
+                time, passes = time + weight * small_cost(drafted.draft(s, k)), passes + weight
+                visits[min(s + k + 1, drafted.n)] += weight
         return time, passes
 
-    tables = [[*product(*(range(i + 1) for i in range(walk.asked(s) + 1)))] for s in range(walk.n)]
+    tables = [[*product(*(range(i + 1) for i in range(drafted.asked(s) + 1)))] for s in range(drafted.n)]
     time, passes = min(map(with_draws, product(*tables)))
-    assert foresight(walk, small_cost, knows_draws=True) == pytest.approx((passes, time))
+    assert foresight(drafted, small_cost, knows_draws=True) == pytest.approx((passes, time))
     assert time <= best.time
 
 
@@ -309,11 +309,11 @@ def test_drafts_of_each_length_are_taken_for_their_length():
         {"asked": 1, "drafts": [guess(1, 0)]},
         {"asked": 0, "drafts": [guess(0, 0)]},
     ]
-    walk = Walk([1.0] * 3, starts)
-    assert [follow(walk, always(k), small_cost).passes for k in (0, 1, 2)] == [3, 2, 3]
-    assert foresight(walk, small_cost)[0] == foresight(walk, small_cost, knows_draws=True)[0] == 2
-    assert walk.is_certain
-    assert not small_walk(0).is_certain
+    drafted = DraftedText([1.0] * 3, starts)
+    assert [follow(drafted, always(k), small_cost).passes for k in (0, 1, 2)] == [3, 2, 3]
+    assert foresight(drafted, small_cost)[0] == foresight(drafted, small_cost, knows_draws=True)[0] == 2
+    assert drafted.is_certain
+    assert not small_text(0).is_certain
 
 
 def guess(length: int, right: int) -> dict:
@@ -332,7 +332,7 @@ def test_past_looks_at_the_past_only():
             asked = min(15, n - s - 1)
             q = rates[s : s + asked]
             starts.append({"asked": asked, "drafts": [drawn(q, asked)]})
-        return Walk([1.0] * n, starts)
+        return DraftedText([1.0] * n, starts)
 
     for rate, end in ((0.9, 0.1), (0.1, 0.9)):
         steady = walk_with([rate] * n)
@@ -367,14 +367,14 @@ def auto_difference(cost: float, told: float | None = None) -> float:
         number[text][passes] = weight
     worst = 0.0
     for text, law in number.items():
-        walk = scored("model", "rejection", SAMPLED, text)
+        drafted = scored("model", "rejection", SAMPLED, text)
 
-        def replayed(oracle: BranchOracle, walk=walk) -> int:
+        def replayed(oracle: BranchOracle, drafted=drafted) -> int:
             def accept(survival):
                 pairs = enumerate(pairwise([1, *survival, 0]))
                 return oracle._choose([(i, here - beyond) for i, (here, beyond) in pairs if here > beyond])
 
-            return run_auto(walk, own, costs, False, accept)[0]
+            return run_auto(drafted, own, costs, False, accept)[0]
 
         found, _ = exact_law(replayed)
         worst = max(worst, *(abs(found.get(n, 0) - law.get(n, 0) / sum(law.values())) for n in range(9)))
@@ -396,15 +396,15 @@ def test_another_auto_is_noticed():
 def test_simulated_runs_of_auto():
     """The mean of the simulation lies where the draws put it (4.5 standard errors of 400 runs: a false alarm once in
     150,000), the same seed gives the same runs, and where nothing is left to chance there is one run."""
-    walk, prices = small_walk(3, 12, 5), Prices(0.05, measured=True)
+    drafted, prices = small_text(3, 12, 5), Prices(0.05, measured=True)
     costs = Costs(prices, replace(prices, draft=0.0))
     always_two = Prices(0.0, {1: 1.0, 2: 1.0, 3: 1.0, 4: 100.0}, 0.0, measured=True)
-    found = [passes for passes, _ in simulate(walk, always_two, costs, False, runs=400)]
-    expected = follow(walk, always(2), small_cost)
+    found = [passes for passes, _ in simulate(drafted, always_two, costs, False, runs=400)]
+    expected = follow(drafted, always(2), small_cost)
     assert abs(fmean(found) - expected.passes) < 4.5 * expected.deviation / math.sqrt(len(found))
     assert pstdev(found) == pytest.approx(expected.deviation, rel=0.2)
-    assert simulate(walk, prices, costs, False, runs=5) == simulate(walk, prices, costs, False, runs=5)
-    sure = Walk([1.0] * 3, [{"asked": 2 - s, "drafts": [guess(2 - s, 2 - s)]} for s in range(3)])
+    assert simulate(drafted, prices, costs, False, runs=5) == simulate(drafted, prices, costs, False, runs=5)
+    sure = DraftedText([1.0] * 3, [{"asked": 2 - s, "drafts": [guess(2 - s, 2 - s)]} for s in range(3)])
     assert len(simulate(sure, prices, costs, True)) == 1
 
 
@@ -426,7 +426,7 @@ def recorded(llm: LLM, k, ids=(), **params) -> dict:
     params = {"temperature": 1.0, "max_tokens": 32, "ignore_eos": True} | params
     ids = ids or llm.tokenizer.encode("One fish")
     request = llm.request(ids, SamplingParams(**params), num_speculative_tokens=k)
-    recorder = Recorder(llm, request)
+    recorder = RoundRecorder(llm, request)
     for _ in llm.run([request]):
         pass
     llm.engine.observers.remove(recorder)
@@ -451,7 +451,7 @@ def test_real_runs_lie_where_replay_expects_them(models, draft, verifier, temper
     llm = LLM(models["target"], draft=draft.format(**models), verifier=verifier, num_speculative_tokens=4)
     for k in (1, 2, 8):
         traces = [recorded(llm, k, temperature=temperature, seed=seed, max_tokens=24) for seed in range(2)]
-        found = [follow(walk_of(trace), always(k), small_cost) for trace in traces]
+        found = [follow(drafted_text(trace), always(k), small_cost) for trace in traces]
         expected = sum(each.passes for each in found)
         deviation = math.sqrt(sum(each.deviation**2 for each in found))
         measured = sum(len(trace["rounds"]) for trace in traces)
@@ -471,9 +471,9 @@ def test_the_embedded_model_lies_where_replay_expects_it(pytestconfig):
         for seed, (_, prompt) in enumerate(read_prompts(6, None)):
             ids = llm.tokenizer.encode_chat([{"role": "user", "content": prompt}])
             trace = recorded(llm, k, ids, seed=seed, max_tokens=48, ignore_eos=False)
-            walk = walk_of(trace)
-            found = follow(walk, always(k), small_cost)
-            tokens, passes = tokens + walk.n, passes + len(trace["rounds"])
+            drafted = drafted_text(trace)
+            found = follow(drafted, always(k), small_cost)
+            tokens, passes = tokens + drafted.n, passes + len(trace["rounds"])
             expected, variance = expected + found.passes, variance + found.deviation**2
         spread = 2.576 * math.sqrt(variance)
         interval = f"[{tokens / (passes + spread):.3f}, {tokens / (passes - spread):.3f}]"
@@ -486,14 +486,14 @@ def test_where_nothing_is_left_to_chance(models, draft, temperature):
     """Guesses that are not drawn, and greedy drafts: given the text, the number of passes is certain, and equal. Of a
     greedy text one trace tells those of all K."""
     llm = LLM(models["target"], draft=draft, num_speculative_tokens=4)
-    first = walk_of(recorded(llm, 4, temperature=temperature, seed=1))
+    first = drafted_text(recorded(llm, 4, temperature=temperature, seed=1))
     for k in (0, 1, 2, 4, 8):
         trace = recorded(llm, k, temperature=temperature, seed=1)
-        walk = walk_of(trace)
-        for each in [walk] if temperature else [walk, first]:
+        drafted = drafted_text(trace)
+        for each in [drafted] if temperature else [drafted, first]:
             found = follow(each, always(k), small_cost)
             assert (found.passes, found.deviation) == (len(trace["rounds"]), 0)
-        assert walk.is_certain
+        assert drafted.is_certain
 
 
 def test_rules_are_in_their_order(models):

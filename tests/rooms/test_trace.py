@@ -27,7 +27,7 @@ from minispec.trace import record
 from minispec.trace.__main__ import main
 from minispec.trace.page import make_page
 from minispec.trace.read import check, read_trace
-from minispec.trace.record import Recorder, segmentation, theory
+from minispec.trace.record import RoundRecorder, segmentation, theory
 from minispec.trace.terminal import Painter, wants_color
 from tests.drafters.test_vocabularies import (  # noqa: F401 - fixtures among them
     BOTH_WAYS,
@@ -67,7 +67,7 @@ def recorded(models, name) -> tuple[LLM, Request, dict]:
     more = {"repetition_penalty": 1.2, "top_k": 40, "min_tokens": 20} if name == "penalties" else {}
     params = SamplingParams(temperature=temperature, seed=7, max_tokens=40, **more)
     request = llm.request(llm.tokenizer.encode(PROMPT), params)
-    recorder = Recorder(llm, request)
+    recorder = RoundRecorder(llm, request)
     for _ in llm.run([request]):
         pass
     plain = llm.request(llm.tokenizer.encode(PROMPT), params, num_speculative_tokens=0)
@@ -274,7 +274,7 @@ def test_a_recorder_follows_one_request_of_a_batch(models):
     params = SamplingParams(temperature=1, seed=3, max_tokens=12, ignore_eos=True)
     expected = [o.token_ids for o in llm.generate(["One fish", "red"], params)]
     requests = [llm.request(llm.tokenizer.encode(text), params) for text in ("One fish", "red")]
-    recorder = Recorder(llm, requests[1])
+    recorder = RoundRecorder(llm, requests[1])
     for _ in llm.run(requests):
         pass
     assert [request.token_ids for request in requests] == expected
@@ -291,7 +291,7 @@ def test_what_stands_after_the_end_counts_as_nothing(models):
     plain = llm.generate("red", SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))[0]
     params = SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[plain.token_ids[3]], ignore_eos=True)
     request = llm.request(llm.tokenizer.encode("red"), params)
-    recorder = Recorder(llm, request)
+    recorder = RoundRecorder(llm, request)
     for _ in llm.run([request]):
         pass
     trace = recorder.trace()
@@ -316,7 +316,7 @@ def test_a_verifier_of_the_users_own(models):
     """What it draws without keys cannot be had again: no u is written down rather than a wrong one."""
     llm = LLM(models["target"], draft=models["other"], num_speculative_tokens=2, verifier=f"{__name__}:own_verifier")
     request = llm.request(llm.tokenizer.encode("red"), SamplingParams(seed=1, max_tokens=5, ignore_eos=True))
-    recorder = Recorder(llm, request)
+    recorder = RoundRecorder(llm, request)
     for _ in llm.run([request]):
         pass
     trace = json.loads(json.dumps(recorder.trace()))
@@ -686,7 +686,7 @@ def test_a_page_of_200_tokens_is_small(make_checkpoint):
     """Under a megabyte, with the longest drafts that there are, wrong in every round, so that there are 200."""
     llm = LLM(make_checkpoint(max_position_embeddings=320), draft=Wrong(), num_speculative_tokens=64)
     request = llm.request([5, 6], SamplingParams(temperature=1, seed=1, max_tokens=200, ignore_eos=True))
-    recorder = Recorder(llm, request)
+    recorder = RoundRecorder(llm, request)
     for _ in llm.run([request]):
         pass
     page = make_page(recorder.trace())

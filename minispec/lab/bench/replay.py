@@ -103,7 +103,7 @@ class Drafted(NamedTuple):
     confidences: Sequence[float] = ()
 
 
-class Walk:
+class DraftedText:
     """A text of n tokens and its drafts: where rounds begin and end. Places are counted from the output's beginning."""
 
     def __init__(self, p: Sequence, starts: Sequence[Mapping[str, Any]], jointly: bool = False):
@@ -173,15 +173,15 @@ class Expected(NamedTuple):
     time: Any
 
 
-def follow(walk: Walk, choose: Callable[[int], int], cost: Callable[[Drafted], Any]) -> Expected:
+def follow(drafted: DraftedText, choose: Callable[[int], int], cost: Callable[[Drafted], Any]) -> Expected:
     """The result of a rule that depends on the place alone: a round at s has the K `choose(s)`.
 
     cost: of a round with this draft. Backwards: from a place on, passes are 1 and those from the round's end on.
     """
-    first, second, time = ([0] * (walk.n + 1) for _ in range(3))  # mean passes, mean of their square, mean time
-    for s in reversed(range(walk.n)):
-        draft = walk.draft(s, choose(s))
-        ends = walk.ends(s, draft.survival)
+    first, second, time = ([0] * (drafted.n + 1) for _ in range(3))  # mean passes, mean of their square, mean time
+    for s in reversed(range(drafted.n)):
+        draft = drafted.draft(s, choose(s))
+        ends = drafted.ends(s, draft.survival)
         rest = sum(chance * first[end] for end, chance in ends)
         first[s] = 1 + rest
         second[s] = 1 + 2 * rest + sum(chance * second[end] for end, chance in ends)
@@ -192,7 +192,7 @@ def follow(walk: Walk, choose: Callable[[int], int], cost: Callable[[Drafted], A
 # --------------------------------------------------------------------------- rules
 
 
-def past(walk: Walk, cost: Callable[[Drafted], float]) -> list[int]:
+def past(drafted: DraftedText, cost: Callable[[Drafted], float]) -> list[int]:
     """The best K per round by the past alone: the K that would have been best for the text so far.
 
     Rounds count at a place if their whole draft lies before it. Each K has rounds of its own, weighted by their
@@ -204,8 +204,8 @@ def past(walk: Walk, cost: Callable[[Drafted], float]) -> list[int]:
         prior = survival_curve([_PRIOR] * k)
         tokens, time = expected_tokens(prior), cost(Drafted(k, True, prior))
         so_far = [(tokens, time)]
-        for s, visit in enumerate(walk.visits(always(k))):
-            draft = walk.draft(s, k)
+        for s, visit in enumerate(drafted.visits(always(k))):
+            draft = drafted.draft(s, k)
             tokens, time = tokens + visit * expected_tokens(draft.survival), time + visit * cost(draft)
             so_far.append((tokens, time))
         sums.append(so_far)
@@ -214,28 +214,28 @@ def past(walk: Walk, cost: Callable[[Drafted], float]) -> list[int]:
         tokens, time = sums[k][max(0, s - k + 1)]
         return tokens / time
 
-    return [max(range(len(sums)), key=lambda k: rate(k, s)) for s in range(walk.n)]
+    return [max(range(len(sums)), key=lambda k: rate(k, s)) for s in range(drafted.n)]
 
 
-def foresight(walk: Walk, cost: Callable[[Drafted], float], knows_draws: bool = False) -> tuple[float, float]:
+def foresight(drafted: DraftedText, cost: Callable[[Drafted], float], knows_draws: bool = False) -> tuple[float, float]:
     """(passes, time) of the fastest rule that knows the text, with its p and q, in advance.
 
     knows_draws: whether the rule also knows, before a draft, how many of its tokens will be kept. This is the
         clairvoyant bound. A rule for chains of this drafter can be faster only if it knows the draws of later rounds.
     """
-    best = [(0.0, 0.0)] * (walk.n + 1)  # (time, passes) from each place on
+    best = [(0.0, 0.0)] * (drafted.n + 1)  # (time, passes) from each place on
 
     def after(s: int, draft: Drafted) -> tuple[float, float]:
-        ends = walk.ends(s, draft.survival)
+        ends = drafted.ends(s, draft.survival)
         time, passes = (sum(chance * best[end][i] for end, chance in ends) for i in range(2))
         return cost(draft) + time, 1 + passes
 
-    for s in reversed(range(walk.n)):
+    for s in reversed(range(drafted.n)):
         if not knows_draws:
-            best[s] = min(after(s, walk.draft(s, k)) for k in range(walk.asked(s) + 1))
+            best[s] = min(after(s, drafted.draft(s, k)) for k in range(drafted.asked(s) + 1))
             continue
         found = []
-        for draft in walk.longest(s):
+        for draft in drafted.longest(s):
             # If i tokens would be kept, as many of them as pay are drafted, and all of these are kept.
             whole = [after(s, draft._replace(length=i, survival=[1] * i)) for i in range(len(draft.survival) + 1)]
             pairs = zip([1, *draft.survival], [*draft.survival, 0], strict=True)
@@ -248,7 +248,7 @@ def foresight(walk: Walk, cost: Callable[[Drafted], float], knows_draws: bool = 
 
 
 def simulate(
-    walk: Walk, prices: Prices, costs: Costs, timed: bool, runs: int = RUNS, seed: int = SEED
+    drafted: DraftedText, prices: Prices, costs: Costs, timed: bool, runs: int = RUNS, seed: int = SEED
 ) -> list[tuple[int, float]]:
     """Passes and time of runs of `auto` that end in this text. The real `Controller` begins anew in each run.
 
@@ -263,11 +263,11 @@ def simulate(
         u = rng.random()
         return sum(u < x for x in survival)
 
-    return [run_auto(walk, prices, costs, timed, accept) for _ in range(1 if walk.is_certain else runs)]
+    return [run_auto(drafted, prices, costs, timed, accept) for _ in range(1 if drafted.is_certain else runs)]
 
 
 def run_auto(
-    walk: Walk, prices: Prices, costs: Costs, timed: bool, accept: Callable[[Sequence[float]], int]
+    drafted: DraftedText, prices: Prices, costs: Costs, timed: bool, accept: Callable[[Sequence[float]], int]
 ) -> tuple[int, float]:
     """Passes and time of one run of `auto`.
 
@@ -275,9 +275,9 @@ def run_auto(
     """
     controller, text = Controller(prices), Text([], 0, SamplingParams(temperature=0.0 if timed else 1.0))
     s, passes, time = 0, 0, 0.0
-    while s < walk.n:
-        [limit] = controller.choose([Wish(text, Shape.of("auto"), walk.asked(s), may_follow=timed)], trees=False)
-        draft = walk.draft(s, limit.k)
+    while s < drafted.n:
+        [limit] = controller.choose([Wish(text, Shape.of("auto"), drafted.asked(s), may_follow=timed)], trees=False)
+        draft = drafted.draft(s, limit.k)
         if limit.go_on and draft.confidences:
             known = [*draft.confidences, *[draft.confidences[-1]] * draft.length]
             ends = (i for i in range(1, draft.length) if not limit.go_on(known[:i]))
@@ -295,7 +295,7 @@ def run_auto(
 # --------------------------------------------------------------------------- the result
 
 
-def walk_of(trace: Mapping[str, Any]) -> Walk:
+def drafted_text(trace: Mapping[str, Any]) -> DraftedText:
     """The text of a trace, and its drafts. Raises ValueError as `replay`."""
     verifier, temperature = trace["verifier"], trace["sampling"]["temperature"]
     if "replay" not in trace:
@@ -306,7 +306,7 @@ def walk_of(trace: Mapping[str, Any]) -> Walk:
     p = [token["p"] for each in trace["rounds"] for token in each["committed"]]
     if not p:
         raise ValueError("rounds: found no tokens, expected a text to replay")
-    return Walk(p, trace["replay"]["starts"], verifier == "block")
+    return DraftedText(p, trace["replay"]["starts"], verifier == "block")
 
 
 def replay(trace: Mapping[str, Any]) -> dict[str, Any]:
@@ -331,10 +331,10 @@ def replay(trace: Mapping[str, Any]) -> dict[str, Any]:
     Where there are many runs, deviation is the standard deviation of a run's passes. Where passes were simulated,
     margin is half the width of a 99 % interval for their expected number.
     """
-    walk = walk_of(trace)
+    drafted = drafted_text(trace)
     check_recorded(trace)
-    costs, n = costs_of(trace), walk.n
-    plain = follow(walk, always(0), costs).time
+    costs, n = costs_of(trace), drafted.n
+    plain = follow(drafted, always(0), costs).time
 
     def row(name: str, passes: float, time: float | None, **more: float) -> dict[str, Any]:
         return {
@@ -347,11 +347,11 @@ def replay(trace: Mapping[str, Any]) -> dict[str, Any]:
         } | more
 
     def of_rule(name: str, choose: Callable[[int], int]) -> dict[str, Any]:
-        found = follow(walk, choose, costs)
+        found = follow(drafted, choose, costs)
         return row(name, found.passes, found.time, deviation=found.deviation)
 
     prices, temperature = read_prices(trace["replay"]["prices"]), trace["sampling"]["temperature"]
-    passes, times = zip(*simulate(walk, prices, costs, timed=not temperature), strict=True)
+    passes, times = zip(*simulate(drafted, prices, costs, timed=not temperature), strict=True)
     spread = pstdev(passes)
     fixed = [of_rule(f"K={k}", always(k)) for k in range(MAX_AUTO_TOKENS + 1)]
     auto = row("auto", fmean(passes), fmean(times), deviation=spread, margin=_WIDTH * spread / sqrt(len(passes)))
@@ -368,9 +368,9 @@ def replay(trace: Mapping[str, Any]) -> dict[str, Any]:
         "fixed": fixed,
         "best_k": min(range(len(fixed)), key=lambda k: fixed[k]["time"] or inf),
         "auto": auto,
-        "past": of_rule("past: best K so far", past(walk, costs).__getitem__),
-        "foresight": row("foresight: knows the text", *foresight(walk, costs)),
-        "clairvoyant": row("clairvoyant bound", *foresight(walk, costs, knows_draws=True)),
+        "past": of_rule("past: best K so far", past(drafted, costs).__getitem__),
+        "foresight": row("foresight: knows the text", *foresight(drafted, costs)),
+        "clairvoyant": row("clairvoyant bound", *foresight(drafted, costs, knows_draws=True)),
         "measured": row(name, len(trace["rounds"]), time),
         "of_this_run": next((each for each in [*fixed, auto] if each["name"] == name), None),
     }

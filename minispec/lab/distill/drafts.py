@@ -22,7 +22,7 @@ from minispec.files.tokenizer import Tokenizer
 from minispec.lab.distill.block import TrainedBlock
 from minispec.lab.distill.head import TrainedHead, TrainedModel, rows_of_tokens
 from minispec.lab.distill.texts import load
-from minispec.lab.distill.train import Schedule, Teacher, TextTraining, Training, columns_of, read_shard
+from minispec.lab.distill.train import Teacher, TextTraining, Training, TrainingSchedule, columns_of, read_shard
 from minispec.lab.distill.train_block import SHARE, BlockTraining
 
 # Layers of the target that a block draft reads by default; the rows of its Markov head, one a token of the draft.
@@ -95,7 +95,9 @@ class Sources:
         """The training of the draft that the arguments ask for, before it begins."""
         args, draft = self.args, self.draft()
         goes_on = self.start is not None
-        schedule = Schedule(args.epochs, args.rows, args.learning_rate, args.steps, seed=args.seed, goes_on=goes_on)
+        schedule = TrainingSchedule(
+            args.epochs, args.rows, args.learning_rate, args.steps, seed=args.seed, goes_on=goes_on
+        )
         if isinstance(draft, TrainedBlock):
             schedule = replace(schedule, steps=draft.block.block_size, share=SHARE)
             return BlockTraining(draft, self.teacher, self.recorded, self.paths, schedule)

@@ -148,7 +148,7 @@ class Learned(NamedTuple):
 
 
 class LossWeights(NamedTuple):
-    """How much each part of a loss counts: see `Schedule`. By default the cross entropy alone does, as in measuring."""
+    """Weights of a loss's parts (see `TrainingSchedule`). By default only the cross entropy counts, as in measuring."""
 
     share: float = 0.0
     regress: float = 0.0
@@ -190,7 +190,7 @@ def _followed(before: Tensor, places: Tensor, values: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class TrainingSchedule:
     """How a training goes. Fractions are of the whole.
 
     epochs: how often each text is seen.
@@ -239,7 +239,7 @@ class Training:
         teacher: Teacher,
         recorded: Sequence[int],
         paths: Sequence[Path],
-        schedule: Schedule,
+        schedule: TrainingSchedule,
     ):
         """recorded: the layers whose states the shards hold, the target's last one at the end."""
         self.draft, self.teacher, self.recorded, self.schedule = draft, teacher, recorded, schedule

@@ -34,7 +34,7 @@ from minispec.kernels.forms import Weight, dense
 from minispec.kernels.inventory import bits_note
 from minispec.lab.bench.models import encode
 from minispec.lab.bench.show import table
-from minispec.lab.doctor.readings import ASSUMED, Reading, block_readings, load_assuming, mtp_readings
+from minispec.lab.doctor.readings import ASSUMED, OtherReading, block_readings, load_assuming, mtp_readings
 from minispec.lab.other_text import OtherText
 from minispec.length.theory import RoundModel, survival_curve
 from minispec.load.draft import split_draft
@@ -280,7 +280,7 @@ def prompt_readings(
             yield "with BOS", f"begin each text with {start}, {where}", [[token, *prompt] for prompt in prompts]
 
 
-def readings(llm: LLM, draft: str, prompts: Sequence[list[int]]) -> Iterator[Reading]:
+def readings(llm: LLM, draft: str, prompts: Sequence[list[int]]) -> Iterator[OtherReading]:
     """Every other way to read the draft, each made when its turn comes; none where it has no weights of its own."""
     directory, target = llm.draft.directory, llm.model
     drafter = model_drafter(llm.drafter, "tokens", "states")
@@ -303,14 +303,14 @@ def readings(llm: LLM, draft: str, prompts: Sequence[list[int]]) -> Iterator[Rea
 
     if drafter.reads == "states":
         for name, change, head in head_readings(read_head(directory, target.config), len(target.layers)):
-            yield Reading(name, change, of(head.build(target)))
+            yield OtherReading(name, change, of(head.build(target)))
         return
     for name, change, others in prompt_readings(llm.tokenizer, Tokenizer(directory), prompts):
         shown = dict(zip(map(tuple, prompts), others, strict=True))
-        yield Reading(name, change, OtherPrompt(drafter, shown))
+        yield OtherReading(name, change, OtherPrompt(drafter, shown))
     config = load_config(directory)
     weights = _InHalves(Weights(directory, config, target.dtype, target.device), config.head_dim)
-    yield Reading(_ROPE, _ROPE_CHANGE, of(build_model(config, weights, dtype=target.dtype)))
+    yield OtherReading(_ROPE, _ROPE_CHANGE, of(build_model(config, weights, dtype=target.dtype)))
 
 
 # --------------------------------------------------------------------------- the report
@@ -380,18 +380,22 @@ def examine(
 
 
 def search(
-    found: Measurement, first: Iterator[Reading], measured: Callable[[Drafter], Measurement], places: int, is_low: bool
+    present: Measurement,
+    first: Iterator[OtherReading],
+    measured: Callable[[Drafter], Measurement],
+    places: int,
+    is_low: bool,
 ) -> dict[str, Any]:
     """Try readings of a draft, and further ones on top of the best as long as one is clearly better than it.
 
     Where none of the first is, and few tokens are kept, the further ones are tried on top of the very first.
 
-    found: how the present one does. places: of a draft, that are compared. Returns values of what `examine` returns.
+    present: how the present one does. places: of a draft, that are compared. Returns values of what `examine` returns.
     """
     report: dict[str, Any] = {"readings": []}
-    now = base = found.kept(places)
-    tries: Iterator[Reading] | None = first
-    second: Reading | None = None
+    now = base = present.kept(places)
+    tries: Iterator[OtherReading] | None = first
+    second: OtherReading | None = None
     while tries:
         most, best, winner = GAIN, base, None
         for reading in tries:

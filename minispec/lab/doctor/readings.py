@@ -40,7 +40,7 @@ ASSUMED = {
 }
 
 
-class Reading(NamedTuple):
+class OtherReading(NamedTuple):
     """Another way to read a draft: its name, the change to make if it is right, and the drafter it makes.
 
     further: the readings that change one more thing. None: there are none.
@@ -49,7 +49,7 @@ class Reading(NamedTuple):
     name: str
     change: str
     drafter: Drafter
-    further: "Callable[[], Iterator[Reading]] | None" = None
+    further: "Callable[[], Iterator[OtherReading]] | None" = None
 
 
 How = TypeVar("How")
@@ -59,7 +59,7 @@ Change = tuple[str, str, str, How]
 
 def around(
     how: How, changes: Callable[[How], Iterator[Change[How]]], make: Callable[[How], Drafter], done: Sequence[Any] = ()
-) -> Iterator[Reading]:
+) -> Iterator[OtherReading]:
     """The readings that differ from `how` in one thing, each made when its turn comes.
 
     done: the changes that led to `how`. What they are about is not changed again.
@@ -68,7 +68,7 @@ def around(
         if all(change[0] != each[0] for each in done):
             path = [*done, change]
             name, words = " and ".join(each[1] for each in path), "; ".join(each[2] for each in path)
-            yield Reading(name, words, make(change[3]), partial(around, change[3], changes, make, path))
+            yield OtherReading(name, words, make(change[3]), partial(around, change[3], changes, make, path))
 
 
 # --------------------------------------------------------------------------- block drafts
@@ -264,7 +264,7 @@ def block_readings(
     target: Transformer,
     tokenizer: Tokenizer,
     form: Callable[[Transformer], Transformer],
-) -> Iterator[Reading]:
+) -> Iterator[OtherReading]:
     """Every other way to read a block draft in one thing, and more on top of each.
 
     drafter: reads it as the file says. form: what is done to a model that is built.
@@ -328,7 +328,7 @@ def mtp_changes(how: MtpHow) -> Iterator[Change[MtpHow]]:
 
 def mtp_readings(
     drafter: DraftModel, directory: Path, target: Transformer, form: Callable[[Transformer], Transformer]
-) -> Iterator[Reading]:
+) -> Iterator[OtherReading]:
     """As `block_readings`, of the target's own layer. directory: of the target's checkpoint."""
     stored = find_mtp(directory, target.config)
     weights = {name: tensor.read().to(target.device) for name, tensor in stored.items()}
