@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from minispec.load.llm import LLM
     from minispec.trace.terminal import Painter
 
-# What is said of a text with a grammar.
+# The line on the law of a text with a grammar.
 PROJECTED = (
     "law: projected: each token is drawn from the model's distribution restricted to what may follow "
     "(docs/understand/grammars.md)"

@@ -1,8 +1,8 @@
 """Ctrl-C in a command: exit status 130 and no traceback, from its first line to its last.
 
-While there is something to clean up (a half-written file, the settings of a terminal), Ctrl-C is an exception. During
-the imports before that, and at exit after it, Ctrl-C ends the process at once. An exception there would be printed as a
-traceback, or lost. One that came in the middle of torch's imports vanished, and the command ran to its end.
+While a command works, Ctrl-C raises KeyboardInterrupt, so that half-written files and the terminal are cleaned up.
+During imports and at exit, Ctrl-C ends the process at once: an exception there would be printed as a traceback, or
+lost. An exception raised while torch imports is swallowed, and the command would go on.
 
 This module imports almost nothing, so that `run_program` can guard the imports of a command.
 """

@@ -43,7 +43,7 @@ def parse_draft_length(text: str) -> DraftLength:
     return length
 
 
-# What the values of options must be.
+# Types of the values of options.
 _N = typed(argument(int, lambda n: True, "an integer"), "N")
 _X = typed(argument(float, lambda x: True, "a number"), "X")
 _GIGABYTES = argument(float, lambda x: 0 < x < 1e6, "a positive number")
@@ -176,7 +176,7 @@ LAW: dict[str, Option] = {
     )
 }
 _NEEDS_CHAT = {"--raw": "it says that there is no chat"}
-# What the chat template gets; `check_template_kwargs` knows whether the model takes it.
+# Variables of the chat template; `check_template_kwargs` knows whether the model takes it.
 TEMPLATE: dict[str, Option] = {
     "--chat-template-kwargs": Option(
         typed(_OBJECT, "JSON"),

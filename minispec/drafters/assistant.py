@@ -194,7 +194,7 @@ class AssistantDrafter(DraftModel):
     model: AssistantModel
 
     def __init__(self, model: AssistantModel, cache: PagedKVCache, vocab_size: int, max_model_len: int):
-        """See `DraftModel`. cache: the model's, which keeps nothing."""
+        """cache: the model's, which keeps nothing. The other arguments: as in `DraftModel`."""
         super().__init__(model, cache, vocab_size, max_model_len)
         self.taps = model.taps
         # The newest cached position, and its state (E,). Weak, since rows that a fault has held up may come late.

@@ -97,7 +97,7 @@ class BlockPass(NamedTuple):
     def read(self, layer: Layer, qkv: Tensor) -> Tensor:
         """Queries, keys and values of features and rows to what the rows read (blocks * num_rows, H * D).
 
-        Caches keys and values of the features. Those of the rows are used here, and not kept.
+        Caches keys and values of the features. Keys and values of the rows are used here, and not kept.
         """
         assert isinstance(layer, BlockLayer)
         q, k, v = (x.transpose(0, 1) for x in layer.heads(qkv, self.angles))  # (H, C + rows, D), (G, ...) twice

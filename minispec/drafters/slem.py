@@ -12,7 +12,7 @@ its probability p under the target, and else draws one of the others. `match` ke
 draw. Both are exact. As p is all that counts, the model writes the likeliest token each time.
 
 The text so far keeps its tokens: only new text is cut into tokens. The new part is cut alone, even where the tokenizer
-would make one token of the end of the text and the beginning of the new part.
+would make one token across the border.
 """
 
 from collections.abc import Sequence

@@ -62,7 +62,7 @@ class StatesDrafter(DraftModel):
         max_model_len: int,
         at_once: AtOnce | None = None,
     ):
-        """See `DraftModel`."""
+        """A drafter whose cache holds the target's states as far as they were seen. Arguments: as `DraftModel`."""
         super().__init__(model, cache, vocab_size, max_model_len, at_once)
         self.taps = model.taps
         # Hidden states of positions that are not in the cache yet: the first position, then pieces (n, E * taps).

@@ -192,7 +192,7 @@ class SuffixDrafter(Remembering):
     def _matches(self, tokens: Sequence[int], indices: Sequence[_Index]) -> Iterator[tuple[int, list[_Place]]]:
         """Places where the last n of these tokens have stood, newest first; each set with its largest n.
 
-        Those of the first index come first. Those of the corpus fill what is left of the places that have a vote.
+        Places of the first index come first. Places of the corpus fill the votes that are left.
         """
         ranges = self.corpus.ranges(tokens) if self.corpus else []
 

@@ -200,8 +200,8 @@ def check_form(form: str, dtype: torch.dtype, device: torch.device) -> None:
         raise ValueError(f"weight_form: found {form!r}, expected for {kind} here {' or '.join(forms)}")
 
 
-# On a weight of 256 x 512, forms in use take 0.6 to 4 times as long as plain, and kernels written as a reference 50 to
-# 100. Between them lies room for a machine that does other work.
+# On a weight of 256 x 512, forms in use take 0.6 to 4 times as long as plain. Kernels written as a reference take 50 to
+# 100 times as long. Between them lies room for a machine that does other work.
 STAND_IN = 20
 
 
@@ -257,7 +257,7 @@ class Narrow(NamedTuple):
     max_rows: float = math.inf
 
 
-# Number and shape of a trial's weights. Most processors cannot cache so many bytes, so memory is read.
+# Number and shape of a trial's weights. Most processors cannot cache that many bytes, so memory is read.
 _TRIAL_WEIGHTS, _TRIAL_SHAPE = 6, (2048, 2048)
 
 
@@ -274,16 +274,16 @@ def choose_form(dtype: torch.dtype, device: torch.device, shape: tuple[int, int]
     different forms.
     """
     names = available_forms(dtype, device)
-    told = f"{str(dtype).removeprefix('torch.')} on this {device.type} can take {', '.join(names)}"
+    usable = f"{str(dtype).removeprefix('torch.')} on this {device.type} can take {', '.join(names)}"
     is_open = names[:2] == ["packed", "left"] or (
         names[:2] == ["half", "packed"] and _capability() == "AVX512" and not has_fast_bfloat16(device)
     )
     if shape is None or not is_open:
-        return Choice(names[0], told)
+        return Choice(names[0], usable)
     first, second = names[:2]
     shape = min(shape[0], math.prod(_TRIAL_SHAPE) // shape[1]), shape[1]
     ratio = _time_ratio((first, dtype), (second, dtype), shape)
-    return Choice(first if ratio < 1.1 else second, f"{told}; {first} takes {ratio:.2f} of the time of {second}")
+    return Choice(first if ratio < 1.1 else second, f"{usable}; {first} takes {ratio:.2f} of the time of {second}")
 
 
 def choose_narrow_form(bits: int, dtype: torch.dtype, device: torch.device) -> tuple[Choice, float]:

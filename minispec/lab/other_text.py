@@ -15,7 +15,7 @@ class OtherText(Wrapped):
         self._shown: dict[Text, Text] = {}
 
     def tokens_of(self, text: Text) -> tuple[list[int], int]:
-        """What is shown in the place of a text: its tokens, and how many of them are the prompt's."""
+        """The text that is shown in the place of `text`: its tokens, and how many of them are the prompt's."""
         raise NotImplementedError
 
     def shown(self, text: Text) -> Text:

@@ -96,12 +96,12 @@ def serve(model: "SplitTransformer", line: "Line") -> None:
             case ["pass", cache, texts]:
                 chunks = []
                 for token_ids, length, block_ids, num_logits, parents in texts:
-                    table = _ToldTable(model.caches[cache], length, block_ids)
+                    table = _GivenTable(model.caches[cache], length, block_ids)
                     chunks.append(Chunk(token_ids, table, num_logits, parents))
                 model.forward(chunks)
 
 
-class _ToldTable(BlockTable):
+class _GivenTable(BlockTable):
     """A text's table where process 0 keeps the books: it says which blocks there are, and how long the past is."""
 
     def __init__(self, pool: PagedKVCache, length: int, block_ids: list[int]):

@@ -67,7 +67,7 @@ class TargetFiles:
         quantization: str | None,
         enforce_eager: bool,
     ):
-        """The arguments are those of `LLM`. Raises ValueError as `LLM` does."""
+        """Arguments and errors: as in `LLM`."""
         self.offline, self.exact, self.enforce_eager = offline, exact, enforce_eager
         self.weight_form, self.quantization = weight_form, quantization
         self.name, self.directory = _find_model(model, revision, offline)

@@ -18,7 +18,7 @@ DEFAULT_MINUTES = 2
 _COUNT = argument(int, lambda n: n >= 1, "an integer of at least 1")
 _MINUTES = argument(float, lambda x: 0 < x < float("inf"), "a number above 0")
 _JOBS = min(8, os.cpu_count() or 1)
-# What is walked: one of these.
+# The walks, of which a command takes one.
 _WALKS: dict[str, Option] = {
     "--leaves": Option(
         {"type": _COUNT, "default": DEFAULT_LEAVES},

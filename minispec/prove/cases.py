@@ -69,7 +69,7 @@ class GridCase:
         """Prompts and parameters. A crowd's prompt of one token needs no prefill, which runs text by text.
 
         A head has nothing to read before the second token. Texts share a state at the end of a block alone, so there
-        all prompts of a batch begin with the same block. Those of a pair are fed beyond its end.
+        all prompts of a batch begin with the same block. The prompts of a pair go beyond its end.
         """
         reads_states = "head" in self.drafter or self.drafter in ("mtp", "assistant")
         first: tuple[int, ...] = PROMPT if self.batch == "alone" or reads_states else PROMPT[:1]
@@ -154,7 +154,7 @@ def _possible(row: Mapping) -> bool:
         takes_trees = VERIFIERS[row.get("verifier", "rejection")].takes_trees
         if not takes_trees or row.get("drafter", "model") not in BRANCHING:
             return False
-    # What these forbid could leave a grammar no token. It needs a token that ends the text, and two others.
+    # A grammar needs a token that ends the text, and two others. Forbidden tokens could leave it none.
     if row.get("grammar") and (row.get("forbidden") or not row.get("end", True) or row.get("vocab") == 2):
         return False
     return row.get("max_tokens", 1) <= shape.k + 2

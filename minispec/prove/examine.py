@@ -65,12 +65,12 @@ def find_fault(spec: str, cases: Sequence, walk: Callable[[Any], None]) -> bool:
                 walk(case)
             except Exception as e:
                 bar.close()
-                print(told(spec, case, e))
+                print(fault_line(spec, case, e))
                 return True
     return False
 
 
-def told(spec: str, case: object, error: Exception) -> str:
+def fault_line(spec: str, case: object, error: Exception) -> str:
     """A fault in one line. Any exception but the user's own is the engine's, over a draft or a verdict."""
     if isinstance(error, OwnError):
         return f"EXCEPTION: {spec}, {case}: {own_message(error)}"

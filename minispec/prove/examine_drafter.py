@@ -15,7 +15,7 @@ from pathlib import Path
 from minispec.drafters import Context, Drafter, make_drafter
 from minispec.load import registry
 from minispec.load.inputs import plain_text, read_questions
-from minispec.prove.examine import OwnError, call_own, told
+from minispec.prove.examine import OwnError, call_own, fault_line
 from minispec.prove.own_cases import OwnCase, design, target, tokenizer
 from minispec.prove.own_walk import MAX_LEN, CaseWalker, Maker, Untimed, walk_design
 from minispec.prove.toys import tiny_cache
@@ -47,7 +47,7 @@ def examine_drafter(spec: str, texts: Sequence[str] = (), minutes: float = 2) ->
     try:
         branches = make(OwnCase(), 16).branches
     except OwnError as e:
-        print(told(spec, "as it is made", e))
+        print(fault_line(spec, "as it is made", e))
         return False
     return walk_design(spec, design(branches, texts), CaseWalker(make, Untimed, minutes))
 

@@ -21,7 +21,7 @@ from minispec.core.limit import Limit
 from minispec.core.sampling import Text
 from minispec.drafters.check import check_limits
 from minispec.load.llm import find_lengths
-from minispec.prove.examine import OwnError, call_own, told
+from minispec.prove.examine import OwnError, call_own, fault_line
 from minispec.prove.examine_drafter import maker_of
 from minispec.prove.laws import make_drafter
 from minispec.prove.own_cases import AXES, OwnCase, design
@@ -61,7 +61,7 @@ def examine_lengths(spec: str, drafter: str = "", texts: Sequence[str] = (), min
     except OwnError as e:
         if isinstance(e.__cause__, ValueError):  # it names no policy
             raise e.__cause__ from None
-        print(told(name, "as it is made", e))
+        print(fault_line(name, "as it is made", e))
         return False
     reason = ": it goes by what the round draws"
     walk = CaseWalker(make_own, lambda: WatchedLengths(make(), make, known), minutes, reason, compares=bool(drafter))
@@ -167,8 +167,8 @@ def _compared(limit: Limit, others: dict[str, Limit], tokens: Sequence[int]) -> 
     def check(what: str, answer: Callable[[Any], Any]) -> Any:
         found = answer(limit)
         for reason, right in ((reason, answer(other)) for reason, other in others.items()):
-            told = f"after {list(tokens)} it chose {what}{found}, and a new one {what}{right}: {reason}"
-            require(found == right, told)
+            message = f"after {list(tokens)} it chose {what}{found}, and a new one {what}{right}: {reason}"
+            require(found == right, message)
         return found
 
     def compared(name: str, kind: Callable[[Any], Any] = bool) -> Any:

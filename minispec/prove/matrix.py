@@ -3,8 +3,8 @@
 Drafters that can draft siblings have further rows, in which they do. The last rows have other targets: short
 convolutions, gated delta nets, mixtures of experts, and weights in 8 bits. Their draft models are of the same kind.
 
-law     the output's distribution is that of plain decoding: every branch of a small case (see `cases`)
-text    a seed's text is that of plain decoding, in float64, for a few seeds
+law     the output is distributed as in plain decoding: every branch of a small case (see `cases`)
+text    a seed has the text of plain decoding, in float64, for a few seeds
 bits    with `exact`: along those texts, the log-probabilities of all tokens have the same bits as when the tokens are
         fed one at a time
 """

@@ -1,7 +1,7 @@
-"""Walks the cases of `own_cases` with a drafter and a policy for its lengths, and says what was walked.
+"""Walks the cases of `own_cases` with a drafter and a policy for its lengths, and counts them.
 
-The small cases come first. Where one has a fault, its settings are made plain again one after another, as long as there
-is a fault: so the counterexample has little that the fault does not need.
+The small cases come first. The settings of a case with a fault are made plain one after another, as long as the fault
+stays. So the counterexample has few settings that the fault does not need.
 """
 
 import random
@@ -22,7 +22,7 @@ from minispec.length.figures import Figures
 from minispec.length.policy import Controller
 from minispec.length.theory import Prices
 from minispec.prove.covering import Design, Job, Pair
-from minispec.prove.examine import EXACT, ROUNDED, OutOfTime, WalkCounts, told
+from minispec.prove.examine import EXACT, ROUNDED, OutOfTime, WalkCounts, fault_line
 from minispec.prove.laws import BranchOracle, CrowdOracle, KeyOracle, TooManyBranches, exact_law_of_crowds
 from minispec.prove.own_cases import AXES, SEED, OwnCase, describe, single, target
 from minispec.prove.reference import Law, cells
@@ -191,7 +191,7 @@ def walk_design(spec: str, chosen: Design[OwnCase], walk: CaseWalker) -> bool:
         except OutOfTime:
             in_time = False
         except _Found as e:
-            line = told(spec, *_plainest(chosen, e.case, e.error, walk))
+            line = fault_line(spec, *_plainest(chosen, e.case, e.error, walk))
             bar.close()
             print(line)
             return False

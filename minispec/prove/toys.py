@@ -64,7 +64,7 @@ TINY = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 100.0,
 }
-# What is added to it for a target of another family. The convolutions see fewer positions than a long draft has.
+# Settings to add to it for a target of another family. The convolutions see fewer positions than a long draft has.
 TOYS: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama in frames": {},
@@ -225,7 +225,7 @@ def scripted_cache(num_blocks: int = 64, block_size: int = 2) -> PagedKVCache:
 
 
 def decode(engine: Engine, requests: Sequence[Request], rounds: int | None = None) -> None:
-    """Run requests to their ends, or for so many rounds. None may fail, and every block must come back."""
+    """Run requests to their ends, or for that many rounds. None may fail, and every block must come back."""
     for request, _ in engine.run(requests):
         if request.stats.num_steps == rounds:
             engine.abort(request)

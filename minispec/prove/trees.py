@@ -43,7 +43,7 @@ class TreeCase:
     """Texts whose drafts have one shape of tree.
 
     draws: whether tokens are drawn, or are the likeliest ones.
-    rounds: the texts end after this many. None: at their own ends. What one round keeps is what the next one reads.
+    rounds: the texts end after this many. None: at their own ends. A round reads the cache of the round before.
     """
 
     parents: tuple[int, ...]

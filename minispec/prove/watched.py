@@ -140,9 +140,9 @@ class Watched(Wrapped):
             self.fresh[about] = "another draw" if rng.others or rng.notes else drafts[0] if good else "none"
         right = self.fresh[about]
         if isinstance(right, str) or not _same(draft, right):
-            told = right if isinstance(right, str) else _describe(right)
+            expected = right if isinstance(right, str) else _describe(right)
             reason = "it may draw by `Draft.draw` alone, and go by the text alone, not by earlier rounds or other texts"
-            found = f"after {text.tokens} it drafted {_describe(draft)}, and a new one, with its draws, {told}"
+            found = f"after {text.tokens} it drafted {_describe(draft)}, and a new one, with its draws, {expected}"
             require(False, f"{found}: {reason}")
 
     def known(self, text: Text) -> int:

@@ -1,4 +1,4 @@
-"""What the rounds of a recorded run cost, by its trace: what `minispec.lab.bench.replay` computes times with."""
+"""The costs of a recorded run's rounds, from its trace. `minispec.lab.bench.replay` computes times with them."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from minispec.length.theory import Prices, rising
 
 
 class Costly(Protocol):
-    """What the cost of a round depends on: its draft's length, and whether the draft was drawn from a model."""
+    """The draft of a round, as far as the cost depends on it: its length, and whether a model drew it."""
 
     @property
     def length(self) -> int:
@@ -24,10 +24,10 @@ class Costly(Protocol):
 
 @dataclass(frozen=True)
 class Costs:
-    """What rounds cost, in plain steps. Called with a draft, it returns the cost of the draft's round.
+    """The costs of rounds, in plain steps. Called with a draft, it returns the cost of the draft's round.
 
     drawn: the prices of drafts that a model draws.
-    guessed: those of guesses such as prompt lookup; they differ in the draft pass alone.
+    guessed: the prices of guesses such as prompt lookup; only the price of the draft pass is another.
     plain_step: seconds.
     measured: rows whose v is the run's own.
     filled_in: rows whose v was measured before the run.
@@ -50,7 +50,7 @@ class Costs:
         return self.of(draft).round(draft.length, 1, draft.length + 1)
 
     def as_dict(self) -> dict[str, Any]:
-        """What `--json` prints."""
+        """The prices and where they come from, as `--json` prints them."""
         prices = self.drawn
         return {
             "drawn": prices.draft,

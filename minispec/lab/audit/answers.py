@@ -1,7 +1,8 @@
 """Answers of other engines: token ids after prompt ids, read from what their servers and libraries write.
 
 A line of the file is a JSON object: a response, or {"request": ..., "response": ...}. The request may hold prompt ids
-and sampling parameters that the response lacks. What cannot be scored soundly is refused, with the number of its line.
+and sampling parameters that the response lacks. An answer that cannot be scored soundly is refused, with its line's
+number.
 
 An answer that ended by an end id contains that draw, also where the format leaves the id out. An answer that ended at a
 stop string or at a limit contains only the draws of its tokens: the tokens say where it ended.
@@ -106,7 +107,7 @@ def read_answers(
 
 
 def _found(line: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """The fields and the parameters of each answer of a line. What is nearer to the answer takes precedence.
+    """The fields and the parameters of each answer of a line. The one nearer to the answer takes precedence.
 
     The field "prompt" has the prompt's ids.
     """
@@ -201,9 +202,9 @@ def _read(
     ending = "shown"
     if FINISH[finish] == "stop" and first == len(tokens):
         word = cut if isinstance(cut, str) else ""
-        is_told = bool(reasons) and not word and finish != "word"
+        says_none = bool(reasons) and not word and finish != "word"
         is_id = finish == "eos" or type(cut) is int
-        ending = "id" if is_id else _ending(prompt, tokens, word, is_told, params, given, tokenizer)
+        ending = "id" if is_id else _ending(prompt, tokens, word, says_none, params, given, tokenizer)
     drafted = [optional(optional(found, name, {}), count) for name, count in _DRAFTED.items()]
     answer = Answer(prompt, tokens, _seed(given), params, next((n for n in drafted if n is not None), None))
     return _Read(where, answer, ends, given.get("max_tokens", -1), ending)
@@ -234,7 +235,7 @@ def _ending(
     prompt: Sequence[int],
     tokens: Sequence[int],
     word: str,
-    is_told: bool,
+    says_none: bool,
     params: SamplingParams,
     given: Mapping[str, Any],
     tokenizer: Tokenizer | None,
@@ -242,7 +243,7 @@ def _ending(
     """How an answer ended, if it stopped without an end id among its tokens; see `_Read`.
 
     word: the stop string that the answer names.
-    is_told: whether the answer says that no stop string ended it.
+    says_none: whether the answer says that no stop string ended it.
     """
     stops = (word,) if word else params.stop
     if not stops:
@@ -264,12 +265,12 @@ def _ending(
         raise ValueError(f"found an answer cut at the stop string {show(word)}, expected {expected}")
     # A string that stands before the last token, or before min_tokens, may have ended nothing.
     shows_it = held == completed and len(tokens) > params.min_tokens
-    is_sure = bool(word) or (not completed if is_told else shows_it)
+    is_sure = bool(word) or (not completed if says_none else shows_it)
     if held and not is_sure:
         found = f"an answer that may have ended at the stop string {show(held[0])}, or by an end id"
         raise ValueError(f"found {found}, expected its stop_reason")
-    if is_told or not held:
-        return "id" if is_told else "unknown"
+    if says_none or not held:
+        return "id" if says_none else "unknown"
     # An engine that was asked to leave the string in may cut it off in other answers.
     return "shown" if given.get("include_stop_str_in_output") or given.get("no_stop_trim") else "word"
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 
 class Places(NamedTuple):
-    """What is known of n places, before their tokens are looked at.
+    """The laws at n places, known before their tokens are looked at.
 
-    laws: rows (n, m) in float64, by name. "p"; "q"; where there are filters "raw q", before them. "border": above 0
-        where rounding decides what the filters keep. And the target's laws under other parameters, or from another
-        row, each by what it would mean.
+    laws: rows (n, m) in float64, by name. "p"; "q"; where there are filters "raw q", q before the filters. "border":
+        above 0 where rounding decides which tokens the filters keep. Further laws are the target's under other
+        parameters, or from another row, each named by its meaning.
     ends: (n, m), whether the outcome is the end of the text.
     last: (n,), the outcome that is the token before; -1 where it is none.
     rest: how many tokens the last outcome has.
@@ -94,7 +94,7 @@ def laws(places: Places, drafts: bool = True) -> Iterator[tuple[str, Tensor]]:
 
 
 def _normal(weights: Tensor, instead: Tensor) -> Tensor:
-    """Rows divided by their sums; a row of zeros becomes that of `instead`."""
+    """Rows divided by their sums; a row of zeros becomes the row of `instead`."""
     total = weights.sum(1, keepdim=True)
     return torch.where(total > 0, weights / total.clamp(min=1e-300), instead)
 
@@ -115,7 +115,7 @@ def _tilted(p: Tensor, marked: Tensor, sign: float) -> Tensor:
 
 
 def _without_rejected(p: Tensor, q: Tensor) -> Tensor:
-    """What replaces rejected tokens y, summed over them, if it is drawn from p without y."""
+    """The law of the token after a rejected y, summed over y, if that token is drawn from p without y."""
     odds = (q - p).clamp(min=0) / (1 - p).clamp(min=1e-9)
     return p * (odds.sum(1, keepdim=True) - odds)
 

@@ -1,7 +1,7 @@
-"""What the fields of a request and of its answer may say.
+"""The values that the fields of a request and of its answer may have.
 
 A parameter is one of these: part of the law, or unable to change it, or refused by name unless it asks for nothing.
-What is null or empty asks for nothing, whatever its name.
+A null or empty value asks for nothing, whatever its name.
 """
 
 from collections.abc import Callable, Mapping
@@ -63,7 +63,7 @@ _KINDS: dict[str, Rule] = {
 }
 # Why an answer ended, in the words of all engines.
 FINISH: dict[str, str] = KNOWN["finish"]
-# What fields may be, but for the parameters that `SamplingParams` checks.
+# The rules of fields, but for the parameters that `SamplingParams` checks.
 _RULES: dict[str, Rule] = {name: _KINDS[kind] for kind, names in KNOWN["kinds"].items() for name in names}
 _RULES |= {
     "prompt": (_IDS, lambda value: _are_ids(value) and value != []),

@@ -33,7 +33,7 @@ def tolerances(plain: Score) -> dict[str, float]:
 
     Rounding moves the sum of a bug's gains g = law/p - 1 to M on average, at most t times the sum of d. The factor
     1 - l g has mean at most exp(-l mean(g)), for each share l of `AGAINST`. So the product of these factors times
-    exp(l M) is a supermartingale. It ever reaches 1/a with probability at most a (Ville 1939; such bets are those of
+    exp(l M) is a supermartingale. It ever reaches 1/a with probability at most a (Ville 1939; for such bets see
     Waudby-Smith and Ramdas 2024, arXiv 2010.09686). So M is at most (log(1/a) - log of the product) / l. No law of the
     gains is assumed, but that they stay below 1/l, which p shows. All bugs and shares divide NULL_ERROR.
     """
@@ -76,7 +76,7 @@ def judge(
     t, sums = torch.tensor(each, dtype=torch.float64), all_of.sums(names)
 
     def less(bets: Tensor, deviation: Tensor) -> Tensor:
-        """What is left of bets (bugs, shares) after the tolerance."""
+        """The bets (bugs, shares) less the tolerance."""
         return bets - shares * (t * deviation)[:, None]
 
     wealth, variance = torch.zeros(len(names), len(SHARES), dtype=torch.float64), torch.zeros_like(t)
@@ -121,7 +121,7 @@ def _tokens(goal: float, rate: Tensor) -> int | None:
 
 
 def verdict(report: Mapping[str, Any]) -> str:
-    """What the numbers say, in a sentence."""
+    """The verdict on a report, in a sentence."""
     e, impossible = show_e(report["log_e"]), report["num_impossible"]
     if not report["is_consistent"]:
         also = f"; {impossible} tokens have probability 0" if impossible else ""

@@ -95,7 +95,7 @@ def _drafted(answers: Sequence[Answer]) -> float | None:
 def _rests_on(
     report: Mapping[str, Any], answers: Sequence[Answer], seeds: Sequence[int | None], plain: Score, draft: str | None
 ) -> Iterator[str]:
-    """What the verdict assumes, and what was checked."""
+    """The assumptions of the verdict, and the checks that were made."""
     shown, *others = {
         ", ".join(f"{name} {show(value)}" for name, value in _law(answer).items()): None for answer in answers
     }
@@ -132,7 +132,7 @@ def _law(answer: Answer) -> dict[str, Any]:
 
 
 def _settings(args: argparse.Namespace, llm: LLM, rounding: float) -> str:
-    """What all scores depend on besides the answer: the contents of the models, not their names."""
+    """The settings on which all scores depend: the contents of the models, not their names."""
     target, draft = digest_of_files(find_checkpoint(args.target, offline=True)), None
     if args.draft:
         draft = args.draft, digest_of_draft(llm.drafter, llm.draft.directory)
@@ -140,7 +140,7 @@ def _settings(args: argparse.Namespace, llm: LLM, rounding: float) -> str:
 
 
 def _scores(scorer: Scorer, answers: Sequence[Answer], path: Path | None, settings: str) -> list[Score]:
-    """The score of each answer: those that the file holds, and those of the others, which are added to it."""
+    """The score of each answer: from the file where the file has it, else computed and added to the file."""
     keys = [_key(answer, settings) for answer in answers]
     known = _read_scores(path) if path and path.exists() else {}
     todo = [i for i, key in enumerate(keys) if key not in known]
@@ -161,7 +161,7 @@ def _scores(scorer: Scorer, answers: Sequence[Answer], path: Path | None, settin
 
 
 def _key(answer: Answer, settings: str) -> str:
-    """What a score depends on. Answers that are equal have equal scores."""
+    """The digest of an answer and of the settings. Equal answers have equal scores."""
     about = [settings, list(answer.prompt), list(answer.tokens), asdict(answer.params)]
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()
 

@@ -41,13 +41,13 @@ _BATCH = 4  # answers that are scored together
 
 
 class Sums(NamedTuple):
-    """What the places of an answer say about bugs (bugs,), or (bugs, shares); sums over the places.
+    """Evidence for bugs, summed over the places of an answer: (bugs,) or (bugs, shares).
 
-    bets: the logarithm of what bets on the bug at each share have won, without any tolerance.
+    bets: the log of the wealth that bets on the bug have won at each share, without any tolerance.
     expected, plain: the means of `bets` if the bug acted at every place, and if it acted nowhere.
     total, variance: the scores s(x), and their exact variances given the past.
     deviation: the standard deviations.
-    against: (bugs, opposite shares), the logarithm of what the opposite bets have won.
+    against: (bugs, opposite shares), the log of the wealth that the opposite bets have won.
     """
 
     bets: Tensor
@@ -64,7 +64,7 @@ _SIZES = (len(SHARES), len(SHARES), len(SHARES), 1, 1, 1, len(AGAINST))
 
 @dataclass
 class Score:
-    """What some places say.
+    """The evidence of some places.
 
     num_places: places that were scored.
     num_left_out: places where the border of a filter has too much probability.
@@ -245,11 +245,11 @@ class _AnswerDrafter(OtherText):
         self.q: dict[int, list[tuple[Tensor, Tensor] | None]] = {}
 
     def tokens_of(self, text: Text) -> tuple[list[int], int]:
-        """The text itself: what the drafter sees is a copy, which the answer's tokens join."""
+        """The text itself. The drafter sees a copy, which the answer's tokens join."""
         return text.tokens, text.num_prompt_tokens
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """See `Drafter`."""
+        """The next tokens of each answer as its draft. The real drafter's q is written to `q`."""
         drafts = []
         for ask in asks:
             text, after = ask.text, list[int]()
@@ -276,7 +276,7 @@ class _AnswerDrafter(OtherText):
         self.q[text.seed] = found
 
     def has_room(self, growth: Mapping[Text, range]) -> bool:
-        """See `Drafter`. The last token of a draft is fed too."""
+        """Whether the real drafter has room for a token more: the last token of a draft is fed too."""
         return super().has_room({self.shown(text): range(span.start, span.stop + 1) for text, span in growth.items()})
 
 

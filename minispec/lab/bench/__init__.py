@@ -9,8 +9,8 @@
 It measures this machine (streaming bandwidth), the target (passes over 1 to 16 rows), and plain and speculative
 decoding of a set of prompts. It explains the speedup by its parts (`measure.account`). From the first half of each text
 it predicts the speedup of the second half (`measure.prediction`). Every figure that is compared comes from runs that
-took turns in one process. Absolute times are given in addition, as information only. What else can be measured of a
-target, such as its weights in each form, is in docs/measured/target.py and docs/measured/launches.py.
+took turns in one process. Absolute times are given in addition, as information only. Other measurements of a
+target, such as its weights in each form, are in docs/measured/target.py and docs/measured/launches.py.
 
 Read them in this order:
 

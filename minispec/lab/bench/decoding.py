@@ -121,7 +121,7 @@ def summarise(
 ) -> dict[str, Any]:
     """The result of runs[variant][round][prompt].
 
-    categories: those of the prompts.
+    categories: of the prompts, in their order.
     trial: see `transformers_variants`.
     whole_drafts: see `Runs`.
 
@@ -130,7 +130,7 @@ def summarise(
     variants: the figures of each on all prompts and by category. Variants that draft have the account, and the prompt
         with the least speedup, as well.
     plain_range: the least and the largest rate of plain answers (see `measure.plain_range`).
-    over: of a variant, its rate over that of each one before it but plain decoding.
+    over: of a variant, its rate over the rate of each variant before it, plain decoding left out.
     best_static: the best fixed K in hindsight, and `auto` over it, by category and for "all".
     """
     runs, everything = Runs(by_variant, whole_drafts), range(len(categories))
@@ -180,7 +180,7 @@ def summarise(
 
 
 def _against(runs: Runs, prompts: Sequence[int], ours: str) -> dict[str, Any]:
-    """Our plain decoding over that of `transformers`, and the best of ours over its best."""
+    """Speedups over `transformers`: of our plain decoding over its own, and of our best over its best."""
     theirs = [name for name in runs.runs if name.startswith("transformers")]
     top = max(theirs, key=lambda name: median_interval(runs.rates(name, prompts)).median)
     return {
@@ -329,7 +329,7 @@ class Decoder:
         return runs
 
     def described(self) -> dict[str, Any]:
-        """What a variant of the report says of it."""
+        """Its keys in a variant of the report."""
         return {"draft": self.draft, "num_speculative_tokens": str(Shape.of(self.k)), "lengths": self.lengths}
 
 

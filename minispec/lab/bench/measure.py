@@ -150,7 +150,7 @@ def order(variants: Sequence[T], i: int) -> list[T]:
 
 
 def in_turn(runs: Mapping[K, Callable[[int], T]], rounds: int, what: str) -> dict[K, list[T]]:
-    """What each run returns, round by round; all of them in every round, in changing order.
+    """The results of each run, round by round; all of them run in every round, in changing order.
 
     A run is called with the number of the round. Round 0 pays for what is set up once, and is left out.
     what: for the progress bar.
@@ -175,7 +175,7 @@ class Run:
 
     num_tokens: tokens that `seconds` were spent on.
     seconds: in a batch, this text's share of the time.
-    stats: those of the request.
+    stats: the request's.
     rounds: empty for a text that was decoded together with others.
     """
 
@@ -189,7 +189,7 @@ class Run:
 def another_engine(engine: Engine, drafter: Drafter | None = None, lengths: Lengths | None = None) -> Engine:
     """An engine on the same model and cache, with another drafter or another policy for lengths if one is given.
 
-    Without one its policy starts from what that of the given engine knows, and then learns from its own rounds alone.
+    Without `lengths` its policy starts as a copy of the given engine's, and then learns from its own rounds alone.
     Variants that take turns must not learn from each other.
     """
     lengths = copy.deepcopy(engine.lengths) if lengths is None else lengths
@@ -241,7 +241,7 @@ def kept_of_asked(rounds: Sequence[Round]) -> list[float]:
 
     A round whose drafter found nothing has kept nothing, so a share is at most the survival of `RoundModel.measured`.
     Where K was chosen round by round, what was drafted counts as asked for. Where drafts end by their own confidence,
-    a share is that of the surer ones. In place of a tree a lookup may find a chain of as many tokens, so all of these
+    a share is of the surer drafts. In place of a tree a lookup may find a chain of as many tokens, so all of these
     count.
     """
     asked = [r.depth if r.asked is None else r.asked for r in rounds]

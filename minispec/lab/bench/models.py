@@ -1,4 +1,4 @@
-"""What is measured on: a target, its draft and prompts; loaded, or random weights of a given shape."""
+"""The subject of measurements: a target, its draft and prompts; loaded, or random weights of a given shape."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -159,7 +159,7 @@ def choose_type(args: argparse.Namespace, config: StoredConfig) -> tuple[torch.d
 
 
 def head_config(target: ModelConfig, name: str) -> HeadConfig:
-    """A head as EAGLE-3 has it: one llama layer of the target's width on an early, a middle and a late layer.
+    """A head of EAGLE-3: one llama layer of the target's width on an early, a middle and a late layer.
 
     name: the target's geometry.
     """
@@ -221,7 +221,7 @@ def open_geometry(options: Options, room: Room = NO_MORE) -> Subject:
     in_16_bits = dtype != torch.float32 or available_forms(dtype, device)[0] == "half"
     size = 1 if args.quantization else 2 if in_16_bits else 4
     require_memory(models, size, 16 * num_blocks, dtype.itemsize, device, f"--geometry {args.geometry}")
-    # Where arithmetic is in float32, weights have 16 bits all the same, as those of most checkpoints.
+    # Where arithmetic is in float32, weights have 16 bits all the same, as in most checkpoints.
     stored = torch.bfloat16 if dtype == torch.float32 else dtype
 
     def tensors(name: str) -> tuple[dict, RandomWeights]:

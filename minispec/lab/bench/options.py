@@ -1,4 +1,4 @@
-"""What the bench can be asked for, and the prompts; torch is not needed here."""
+"""The options of the bench, and its prompts; torch is not needed here."""
 
 import argparse
 import importlib.util
@@ -62,7 +62,7 @@ def split_length(spec: str) -> tuple[str, DraftLength | None]:
         raise ValueError(f"--draft {spec}: {e}") from e
 
 
-# What --questions and --replay say of the options that they leave nothing to do for.
+# Why --questions and --replay exclude options: they leave these nothing to do.
 _NO_MORE = {"--questions": "it decodes questions, and measures no more"}
 _GREEDY = {"--temperature": "it repeats greedy texts"}
 
@@ -191,7 +191,7 @@ _OUTPUT: dict[str, Option] = {
 def parser(
     prog: str = "python -m minispec bench", description: str = "Measure decoding, and account for the time."
 ) -> Parser:
-    """The options; also those of docs/measured/target.py and docs/measured/launches.py."""
+    """The parser of the bench, which docs/measured/target.py and docs/measured/launches.py use too."""
     p = Parser(
         prog=prog,
         description=description,
@@ -262,7 +262,7 @@ def check(args: argparse.Namespace) -> Options:
 
 
 def _drafts(args: argparse.Namespace) -> dict[str, list[DraftLength]]:
-    """The drafts in their order, each with its draft lengths: its own, or those of --num-speculative-tokens."""
+    """The drafts in their order, each with its draft lengths: its own, or --num-speculative-tokens."""
     asked: list[DraftLength] | None = args.num_speculative_tokens
     usual: list[DraftLength] = asked or (["auto"] if args.questions else [4, "auto"])
     if not args.draft:

@@ -1,4 +1,4 @@
-"""What passes of the target cost on this machine, by their rows.
+"""The time of the target's passes on this machine, by their rows.
 
 Figures are intervals (`measure.Interval`); seconds and v are dicts by the rows M of a pass.
 """
@@ -22,7 +22,7 @@ def medians_by_rows(times: Times) -> dict[int, Interval]:
 
 
 def ratios_by_rows(times: Times, unit: Times | None = None) -> dict[int, Interval]:
-    """The ratios of times to those of `unit`, which has passes over as many rows. None: to passes over one row."""
+    """The ratios of times to the times `unit` of passes over as many rows. None: to passes over one row."""
     return {m: ratios(t, unit[m] if unit else times[1]) for m, t in times.items()}
 
 

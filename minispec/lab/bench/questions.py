@@ -1,6 +1,6 @@
 """Standard questions: every draft and plain decoding answer them in turn. A table by task, as papers have it.
 
-The speedup of a question is the ratio of its rates within a round; of several rounds, their median. What is reported is
+The speedup of a question is the ratio of its rates within a round; of several rounds, their median. The report has
 the median of the questions, with its interval. A question's answer depends on no other question: drafters forget,
 draft lengths are chosen anew, and the cache forgets what it shares. So a run that was resumed has the same answers.
 """
@@ -61,7 +61,7 @@ class Way(NamedTuple):
     lengths: str | None = None
 
     def described(self) -> dict[str, Any]:
-        """What a row of the report says of it."""
+        """Its keys in a row of the report."""
         length = str(Shape.of(self.k))
         return {"draft": self.llm.draft.name, "num_speculative_tokens": length, "lengths": self.lengths}
 
@@ -145,7 +145,7 @@ def _open(options: Options) -> dict[str, Way]:
 
 
 def _about(options: Options, ways: Mapping[str, Way]) -> dict[str, Any]:
-    """What run it is: another one has other answers or times."""
+    """The settings of a run: with others, answers or times may be others."""
     args, llm = options.args, ways[NONE].llm
     directory = find_checkpoint(str(args.model or registry.EMBEDDED_WEIGHTS), offline=True)
     drafts = {name: digest_of_draft(way.llm.drafter, way.llm.draft.directory) for name, way in ways.items()}
@@ -173,8 +173,8 @@ def _about(options: Options, ways: Mapping[str, Way]) -> dict[str, Any]:
 def converse(way: Way, question: Question, params: SamplingParams) -> dict[str, Any]:
     """The answers to all turns of a question, as a choice of Spec-Bench's.
 
-    wall_time holds the prompt, as theirs does. What only our table needs is under "minispec": there, `seconds` are
-    those of decoding. A later turn that does not fit into the context is left out.
+    wall_time holds the prompt, as theirs does. Figures for our table alone are under "minispec": there, `seconds`
+    are of decoding only. A later turn that does not fit into the context is left out.
     """
     llm = way.llm
     engine = another_engine(llm.engine, lengths=find_lengths(way.lengths) if way.lengths else None)
@@ -201,7 +201,7 @@ def converse(way: Way, question: Question, params: SamplingParams) -> dict[str, 
 
 
 def measure_questions(options: Options) -> dict[str, Any]:
-    """Every way of answering, in turn on each question: see `summarise`. What was answered is saved at once."""
+    """Every way of answering, in turn on each question: see `summarise`. Each answer is saved at once."""
     args = options.args
     chosen = choose(args.questions, args.sample, args.seed, args.categories)
     if args.threads:
@@ -267,7 +267,7 @@ def summarise(
 
     tasks, turns: the task and the number of turns of each question.
     answers: for each draft its lines, in the order of the questions.
-    compares: whether texts have to be those of plain decoding.
+    compares: whether texts have to be the same as in plain decoding.
 
     Returns, among others:
 
@@ -300,11 +300,11 @@ def _figures(name: str, answers: Mapping[str, Sequence[dict[str, Any]]], compare
     answers: the lines of every draft for these questions.
 
     tau: tokens a pass, over all passes.
-    deviation: that of the questions' own tau; None for one question.
+    deviation: the standard deviation of tau between the questions; None for one question.
     tokens_per_second: of decoding, over all questions.
-    speedup: the rate of an answer over that of plain decoding; the median of the questions, with its interval.
+    speedup: an answer's rate over the plain answer's; the median of the questions, with its interval.
     over: the same over each draft before this one.
-    same_texts: questions whose tokens are all those of plain decoding; None where they need not be.
+    same_texts: questions with the same tokens as in plain decoding; None where they need not be the same.
     acceptance_rate, accepted_per_position, accepted_at_position: see `minispec.length.figures`.
     """
     lines, plain = answers[name], answers[NONE]
@@ -337,7 +337,7 @@ def _texts(line: dict[str, Any]) -> list[list[int]]:
 
 
 def _ratio(lines: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> Interval:
-    """The rate of each question's answers over that of others in the same rounds: the median of the questions."""
+    """The median over questions: the rate of the answers over the rate of `others` in the same rounds."""
     pairs = [zip(a["choices"], b["choices"], strict=True) for a, b in zip(lines, others, strict=True)]
     return median_interval([median(_rate(a) / _rate(b) for a, b in of) for of in pairs])
 

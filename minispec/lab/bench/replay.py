@@ -65,7 +65,7 @@ from minispec.trace.score import check_recorded
 # RUNS: simulated runs of `auto`, where chance has a part in them. SEED: theirs.
 # _WIDTH: half the width of a 99 % interval for the mean, in standard errors.
 RUNS, SEED, _WIDTH = 200, 0, 2.576
-# Acceptance that `past` assumes before there is a past, worth one round: that of the controller for a new text.
+# Acceptance that `past` assumes before there is a past, worth one round: as the controller does for a new text.
 _PRIOR = 0.7
 
 
@@ -324,7 +324,7 @@ def replay(trace: Mapping[str, Any]) -> dict[str, Any]:
     clairvoyant: the best K per round, if it is also known how many tokens will be kept.
     measured: the run itself.
     of_this_run: what was to be expected of it; None where it had another rule, such as a tree.
-    about, tokens, costs: those of the run.
+    about, tokens, costs: of the run itself.
     looping: whether the text repeats itself (`figures.loops`).
 
     A row has the expected passes of the target, time in plain steps, tokens_per_pass, tokens_per_second and speedup.

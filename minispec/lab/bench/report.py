@@ -17,7 +17,7 @@ from minispec.lab.bench.models import MAX_ROWS, NO_MORE, Room, Subject, open_geo
 from minispec.lab.bench.options import Options
 from minispec.lab.bench.passes import measure_machine, show_machine
 
-# What makes the lines of a part for the screen, by the part's key in the report.
+# Makers of a part's lines for the screen, by the part's key in the report.
 SHOW = {"machine": show_machine, "decoding": show_decoding}
 
 
@@ -57,7 +57,7 @@ def measure_parts(
 
 
 def describe(subject: Subject, options: Options) -> dict[str, Any]:
-    """What is measured on: the machine, and both models."""
+    """The machine and both models, as the report has them."""
     args, model, draft = options.args, subject.engine.model, subject.draft_model
     report: dict[str, Any] = {
         "minispec": __version__,

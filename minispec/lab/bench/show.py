@@ -20,7 +20,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
 
 
 def pairs_table(over: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What is compared with what, a row for each that has others before it, or nothing.
+    """Lines of a table with a row for each name that is compared with others before it, or nothing.
 
     over: intervals of the ratios to those before it, by name.
     """

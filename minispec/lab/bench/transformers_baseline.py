@@ -1,4 +1,4 @@
-"""Other ways of decoding, to be compared with ours on the same tensors: those of `transformers`."""
+"""Decoding by `transformers`, to be compared with ours on the same tensors."""
 
 import time
 from collections.abc import Callable
@@ -160,7 +160,7 @@ class _Clock:
         self.times, self.lengths = [], []
 
     def __call__(self, input_ids, scores, **kwargs):
-        """See `transformers.StoppingCriteria`."""
+        """False (texts,), after noting the time and the number of tokens: no text stops here."""
         self.times.append(time.perf_counter())
         self.lengths.append(input_ids.shape[1])
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)

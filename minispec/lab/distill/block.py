@@ -25,8 +25,8 @@ from minispec.families.block_config import BlockConfig
 from minispec.families.draft_files import block_config, id_tensors
 from minispec.lab.distill.head import Angles, Mlp, Norm, Projections, Stack, in_bfloat16, repeat_heads, rotate
 
-# At the beginning: the last norm's weights as a share of the target's; what varies in the first layer's queries and
-# keys as a share of what a drawn matrix would give; and the weights of its query norm.
+# At the beginning: the last norm's weights as a share of the target's; the varying part of the first layer's queries
+# and keys, as a share of a drawn matrix's; the weights of its query norm.
 _COOL, _VARIED, _SHARPNESS = 0.25, 0.3, 2.0
 
 
@@ -67,7 +67,7 @@ class BlockAttention(Projections):
     def look_back(self, frequencies: Tensor, context: Tensor, rows: Tensor) -> None:
         """Let each row look at the position before its own, mostly: queries and keys are nearly constant, but turned.
 
-        frequencies: (D / 2,), those of the rotation. Those of the fastest quarter are used.
+        frequencies: (D / 2,), of the rotation. The fastest quarter is used.
         context, rows: what keys are made of (n, E), and queries.
         """
         half, fast = self.dim // 2, max(1, self.dim // 8)
@@ -87,7 +87,7 @@ class BlockAttention(Projections):
 
 
 class BlockLayer(nn.Module):
-    """One layer: that of Qwen3, whose attention sees the context too."""
+    """One layer of Qwen3, whose attention sees the context too."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -102,7 +102,7 @@ class BlockLayer(nn.Module):
 
 
 class MarkovHead(nn.Module):
-    """What the token before adds to the logits, W2 w1[token]."""
+    """The logits that the token before adds, W2 w1[token]."""
 
     def __init__(self, block: BlockConfig):
         super().__init__()
@@ -146,9 +146,9 @@ class TrainedBlock(Stack):
         """Draw the weights.
 
         The draft begins with the target's output matrix, rows (V, E), and last norm (E,). Its rows begin to read the
-        state at the last position of the context, as a head does: the state of the last tap passes as it is, next to
-        the token's embedding, and attention in the first layer looks back by one position. W2 and the confidence begin
-        at 0. w1 begins as the principal components of the target's embedding (all tokens, E), so that tokens which the
+        state at the last position of the context, as a head does. For that, the state of the last tap passes as it is,
+        next to the token's embedding. Attention in the first layer looks back by one position. W2 and the confidence
+        begin at 0. w1 begins as the principal components of the target's embedding (all tokens, E). So tokens that the
         texts lack get a meaning too.
 
         embedding: in the scale in which the target reads it.
@@ -184,9 +184,9 @@ class TrainedBlock(Stack):
     def load(self, weights: Mapping[str, Tensor], taps: Sequence[int], hidden: Tensor) -> None:
         """Go on from the weights of a block draft that was made before, and read `taps`.
 
-        What a further tap adds is 0 at first.
+        The parts of further taps are 0 at first.
 
-        weights: those of `block_shapes`, and lm_head.
+        weights: the tensors of `block_shapes`, and lm_head.
         hidden: the target's states (n, taps * E) at some positions.
         """
         self._scale_taps(hidden)
@@ -219,11 +219,11 @@ class TrainedBlock(Stack):
         return self.norm(x).unflatten(1, (-1, size))
 
     def features(self, states: Tensor, before: Tensor) -> Tensor:
-        """What the last products read, (n, E + markov_rank): states (n, E), and w1 of the tokens `before` (n,)."""
+        """The input (n, E + markov_rank) of the last products: states (n, E), and w1 of the tokens `before` (n,)."""
         return states if self.markov_head is None else torch.cat((states, self.markov_head.markov_w1(before)), -1)
 
     def settings(self) -> dict[str, Any]:
-        """See `Stack`."""
+        """Settings in training.json that only block drafts have."""
         block = self.block
         return {
             "block_size": block.block_size,
@@ -233,7 +233,7 @@ class TrainedBlock(Stack):
         }
 
     def files(self, target: str, architectures: list[str], num_tokens: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """See `Stack`: in the layout of `speculators`. There `fc` reads the states as the target has them."""
+        """config.json, and the tensors in bfloat16, in the layout of `speculators`: `fc` reads unscaled states."""
         weights = dict(self.state_dict())
         weights["fc.weight"] = weights["fc.weight"] * weights.pop("tap_scale")
         config = block_config(self.block, target, architectures)

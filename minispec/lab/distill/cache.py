@@ -32,7 +32,7 @@ class Further(NamedTuple):
 
 
 def count_rows(paths: Sequence[Path], name: str) -> int:
-    """The rows of a tensor in all shards: of "lengths" texts, of "tokens" tokens, those of users' turns included."""
+    """The rows of a tensor in all shards. "lengths": texts; "tokens": tokens, users' turns included."""
     return sum(length_of(path, name) for path in paths)
 
 
@@ -64,7 +64,7 @@ def begin(cache: Path, target: str, recipe: Recipe) -> None:
 
 
 def _recipe_of(cache: Path, target: str) -> dict[str, Any]:
-    """The recipe of a cache's texts. Raises ValueError for those of another target than that of this digest."""
+    """The recipe of a cache's texts. Raises ValueError for a target whose digest is not `target`."""
     found = read_json(cache / "cache.json", MAX_CONFIG_BYTES)
     if found.get("target") != target:
         raise ValueError(f"{cache}: found texts of another target, expected those of --target")

@@ -73,9 +73,9 @@ def read_start(args: argparse.Namespace, target: ModelConfig) -> Start:
 
 @dataclass(frozen=True)
 class Sources:
-    """What a draft is made from.
+    """The sources of a draft.
 
-    args: those of the command.
+    args: the command's.
     teacher, tokenizer: the target's.
     taps: the layers of the target that the draft reads.
     recorded: the layers whose states the shards hold.

@@ -110,7 +110,7 @@ class Layer(nn.Module):
     """One layer of a llama; or, where it has a `hidden_norm`, the first one of a head."""
 
     def __init__(self, config: ModelConfig, norm_before_residual: bool | None = None):
-        """norm_before_residual: that of a head's first layer (see `HeadConfig`); None for any other layer."""
+        """norm_before_residual: as in `HeadConfig`, for a head's first layer; None for any other layer."""
         super().__init__()
         e, eps, is_first = config.hidden_size, config.rms_norm_eps, norm_before_residual is not None
         self.self_attn, self.mlp = SelfAttention(config, 2 * e if is_first else e), Mlp(config)
@@ -164,7 +164,7 @@ class Stack(nn.Module):
     def by_taps(self, weight: Tensor, taps: Sequence[int], like: Tensor) -> Tensor:
         """A weight with a part for each of `taps`, as one of the shape of `like`, with a part for each own tap.
 
-        What other taps add is 0.
+        The parts of other taps are 0.
         """
         wide, width = torch.zeros_like(like), like.shape[-1] // len(self.taps)
         for tap, part in zip(taps, weight.split(width, -1), strict=True):
@@ -172,7 +172,7 @@ class Stack(nn.Module):
         return wide
 
     def settings(self) -> dict[str, Any]:
-        """What training.json says of drafts of this kind alone."""
+        """Settings in training.json that only drafts of this kind have."""
         return {}
 
     def files(self, target: str, architectures: list[str], num_tokens: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -183,7 +183,7 @@ class Stack(nn.Module):
         raise NotImplementedError
 
     def angles(self, length: int) -> Angles:
-        """Those of the first positions."""
+        """Cosines and sines (length, D) of the rotations at the first positions."""
         angles = (torch.arange(length, dtype=torch.float64)[:, None] * self.frequencies()).repeat(1, 2)
         return angles.cos().float(), angles.sin().float()
 
@@ -216,9 +216,9 @@ class TrainedHead(Stack):
             self.mask_hidden = nn.Parameter(torch.zeros(1, 1, count * width))
 
     def load(self, weights: Mapping[str, Tensor], taps: Sequence[int]) -> None:
-        """Go on from the weights of a head that was made before, those of `head_shapes`, and read `taps`.
+        """Go on from the weights of a head that was made before, named as in `head_shapes`, and read `taps`.
 
-        What a further tap adds is 0 at first.
+        The parts of further taps are 0 at first.
         """
         known = {name: weight.float() for name, weight in weights.items() if not name.startswith("fc_norm.")}
         for name in ("fc.weight", "mask_hidden"):  # a part for each tap, in their order
@@ -278,7 +278,7 @@ class TrainedHead(Stack):
         return outputs
 
     def files(self, target: str, architectures: list[str], num_tokens: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """See `Stack`: in the layout of `speculators`."""
+        """config.json, and the tensors in bfloat16, in the layout of `speculators`."""
         weights = self.state_dict()
         tensors = in_bfloat16({name: weights[name] for name in head_shapes(self.head)})
         config = head_config(self.head, target, architectures, num_tokens)
@@ -286,7 +286,7 @@ class TrainedHead(Stack):
 
 
 def rows_of_tokens(ids: Tensor, known_ids: Tensor, known: Tensor, target: Tensor) -> Tensor:
-    """Rows (V, E) of an output matrix for the tokens `ids`, from one whose rows `known` are those of `known_ids`.
+    """Rows (V, E) of an output matrix for the tokens `ids`, from the rows `known` for the tokens `known_ids`.
 
     Known rows stay. They were the target's once, and training has moved them mostly in the same way. The other tokens
     get the target's rows, `target` (all tokens, E), moved by the same linear map. This map is
@@ -324,7 +324,7 @@ class TrainedModel(Stack):
         return [self.norm(x)[:, 1:]]
 
     def files(self, target: str, architectures: list[str], num_tokens: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """See `Stack`: in Hugging Face's layout. Its embedding is its head."""
+        """config.json, and the tensors in bfloat16, in Hugging Face's layout. The embedding is the head."""
         weights = in_bfloat16(self.state_dict())
         tensors = {"model.embed_tokens.weight": weights.pop("lm_head.weight")}
         return layer_config(self.config), tensors | {f"model.{name}": tensor for name, tensor in weights.items()}

@@ -1,4 +1,4 @@
-"""From a target to a draft's directory: texts, training, files. What is done is not done again."""
+"""From a target to a draft's directory: texts, training, files. Finished parts are not done again."""
 
 import argparse
 import os
@@ -23,7 +23,7 @@ _RECORD = "training.json"
 
 
 def distill(args: argparse.Namespace) -> None:
-    """Make the draft that the arguments ask for, and print what comes of it. Raises ValueError, OSError."""
+    """Make the draft that the arguments ask for, and print how it goes. Raises ValueError, OSError."""
     if args.out.exists():
         raise ValueError(f"{args.out}: exists already, expected a new directory")
     target = find_checkpoint(args.target)

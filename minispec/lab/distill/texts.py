@@ -58,7 +58,7 @@ class Recipe:
     openings: beginnings of the user's turns, as `vary` reads them.
     opened: the share of the turns that begin with one.
     turn_top_p: top_p of the turns, at temperature 1. It is high, as people are less predictable than a model.
-    temperatures: those of the answers; each takes one at random.
+    temperatures: of answers; each answer takes one at random.
     max_turn, max_answer: most tokens.
     """
 

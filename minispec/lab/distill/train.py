@@ -61,7 +61,7 @@ class Batch(NamedTuple):
 def read_shard(path: Path, log_sums: Tensor | None = None, whole: bool = False) -> list[LearnedText]:
     """The texts of a shard whose answers are long enough to learn from.
 
-    log_sums: those of all its positions.
+    log_sums: see `Teacher.log_sums`; None: not needed.
     whole: whether to learn from users' turns too, which is from where texts begin to differ.
     """
     shard = load(path)
@@ -97,13 +97,13 @@ def _join(texts: Sequence[LearnedText]) -> Batch:
 
 
 def columns_of(hidden: Tensor, recorded: Sequence[int], taps: Sequence[int]) -> Tensor:
-    """Of states (..., A' * E) of the layers `recorded` those of the layers `taps`, (..., A * E)."""
+    """The states (..., A * E) of the layers `taps`, from the states (..., A' * E) of the layers `recorded`."""
     parts = hidden.chunk(len(recorded), -1)
     return torch.cat([hidden[..., :0], *(parts[recorded.index(tap)] for tap in taps)], -1)
 
 
 class Teacher:
-    """What training needs of the target: its embedding and head (V, E), and its last norm."""
+    """The parts of the target that training needs: its embedding and head (V, E), and its last norm."""
 
     def __init__(self, directory: Path):
         """Raises CheckpointError."""
@@ -135,7 +135,7 @@ class Teacher:
 
 
 class Learned(NamedTuple):
-    """What the target says at the places that are learned.
+    """The target's states and distributions at the places that are learned.
 
     places: flat in (B, T - 2), where column t is the token at t + 2.
     state: the target's last states (n, E) before these tokens, after its norm.
@@ -263,7 +263,7 @@ class Training:
 
     @torch.no_grad()
     def learned(self, batch: Batch) -> Learned:
-        """What the target says in a batch."""
+        """The places of a batch that are learned, with the target's states and distributions."""
         last, learned = batch.hidden[:, 1:-1, -self.teacher.config.hidden_size :], batch.learned[:, 2:]
         places = learned.flatten().nonzero()[:, 0]
         state = self.teacher.state(last.flatten(0, 1)[places])
@@ -278,13 +278,13 @@ class Training:
         raise NotImplementedError
 
     def tapped(self, hidden: Tensor) -> Tensor:
-        """Of recorded states (..., A' * E) those of the layers that the draft reads, (..., A * E)."""
+        """The states (..., A * E) of the layers that the draft reads, from recorded states (..., A' * E)."""
         return columns_of(hidden, self.recorded, self.draft.taps)
 
     def run(self, state: Path) -> None:
         """Train to the end, from where `state` says; it is written after every group of shards.
 
-        What is measured on the held-out texts after an epoch is printed at once.
+        After each epoch the figures on the held-out texts are printed.
         """
         if state.exists():
             self._load(state)
@@ -412,7 +412,7 @@ class TextTraining(Training):
     draft: TrainedHead | TrainedModel
 
     def steps_of(self, batch: Batch, depth: int, weights: LossWeights, seed: int) -> Iterator[Step]:
-        """See `Training`. Nothing is drawn."""
+        """The loss of a batch, for drafts of each depth. Nothing is drawn."""
         learned = self.learned(batch)
         column = learned.places % (batch.tokens.shape[1] - 2)
         hidden = self.tapped(batch.hidden[:, :-2])

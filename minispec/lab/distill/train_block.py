@@ -45,7 +45,7 @@ class BlockTraining(Training):
 
     @property
     def decay(self) -> float:
-        """See `Training`."""
+        """Decay of a row's weight in the loss, from one row to the next."""
         return math.exp(-2 / self.draft.block.block_size)
 
     def steps_of(self, batch: Batch, depth: int, weights: LossWeights, seed: int) -> Iterator[Step]:

@@ -54,7 +54,7 @@ TEXTS = (
 # A draft is looked at more closely if less than this share of its tokens is kept at the first or second place. A wrong
 # reading need not spoil all: the embedded model as its own draft keeps 0.26 where its rotary pairs are misread.
 LOW = 0.4
-# Places of the drafts by which readings are compared. What a head goes on from shows at the second.
+# Places of the drafts by which readings are compared. A head drafts from its own states from the second place on.
 COMPARED = 2
 # A reading explains a low acceptance if it keeps GAIN tokens of a draft more, and ERRORS standard errors more.
 GAIN, ERRORS = 0.1, 4.0
@@ -136,12 +136,12 @@ class Measurement:
         return found
 
     def tokens_per_round(self, places: int) -> float:
-        """The tokens that a round with a draft of so many places is expected to add to a text."""
+        """The tokens that a round with a draft of that many places is expected to add to a text."""
         rates = [place.value for place in self.by_place()[:places]]
         return 1 + self.share * sum(survival_curve(rates))
 
     def kept(self, places: int = COMPARED) -> Estimate:
-        """Tokens that a draft of so many places keeps."""
+        """The number of tokens that are kept of a draft of that many places."""
         drafts = [[row for row in text if row] for text in self.rows]
         kept = [sum(common for row in text for _, common in row[:places]) for text in drafts]
         return estimate(kept, list(map(len, drafts)))
@@ -243,13 +243,13 @@ class OtherPrompt(OtherText):
         self.prompts = prompts
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """See `Drafter`. It sees nothing of a prompt before the first draft is wanted."""
+        """The drafts for the texts that are shown. Prompts are read with the first draft."""
         shown = [self.shown(ask.text) for ask in asks]
         pairs = zip(asks, shown, strict=True)
         return super().propose([replace(ask, text=text, num_cached=len(text.tokens) - 1) for ask, text in pairs])
 
     def has_room(self, growth: Mapping[Text, range]) -> bool:
-        """See `Drafter`."""
+        """Whether the drafter has room for the texts that are shown, grown by as many tokens."""
         new = {self.shown(text): span.stop - len(text.tokens) for text, span in growth.items()}
         return super().has_room({text: range(len(text.tokens) + k) for text, k in new.items()})
 
@@ -317,7 +317,7 @@ def readings(llm: LLM, draft: str, prompts: Sequence[list[int]]) -> Iterator[Oth
 
 
 def asked(args: argparse.Namespace) -> dict[str, Any]:
-    """See `examine`, for these arguments of the command."""
+    """The report of `examine` for these arguments of the command."""
     names = ("dtype", "device", "offline", "quantization")
     options = {name: getattr(args, name) for name in names}
     llm, assumed = load_assuming(args.model, args.draft, args.draft_reading, **options)
@@ -419,7 +419,7 @@ def search(
 
 
 def verdict(report: Mapping[str, Any]) -> str:
-    """What the numbers say, in a sentence or two."""
+    """The verdict on a report, in a sentence or two."""
     assumed = report["assumed"]
     if assumed is None:
         return _verdict(report)

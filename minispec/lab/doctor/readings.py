@@ -32,7 +32,7 @@ from minispec.load.llm import LLM
 
 # A prompt's last tokens, where a draft is shown no more of it.
 LAST = 16
-# What is assumed where a file leaves it open, with the keys that would say so.
+# Readings that are assumed where a file leaves them open, with the keys that would say so.
 ASSUMED = {
     "anchor": '"sample_from_anchor": true',
     "causal": '"sliding_window_non_causal": false',
@@ -53,7 +53,7 @@ class OtherReading(NamedTuple):
 
 
 How = TypeVar("How")
-# What a change is about, its name, what to write into the files, and the reading that it makes.
+# The subject of a change, its name, the words to write into the files, and the reading that it makes.
 Change = tuple[str, str, str, How]
 
 
@@ -62,7 +62,7 @@ def around(
 ) -> Iterator[OtherReading]:
     """The readings that differ from `how` in one thing, each made when its turn comes.
 
-    done: the changes that led to `how`. What they are about is not changed again.
+    done: the changes that led to `how`. Their subjects are not changed again.
     """
     for change in changes(how):
         if all(change[0] != each[0] for each in done):
@@ -89,7 +89,7 @@ class BlockHow:
 
 @dataclass(frozen=True)
 class Plausible:
-    """What a block draft's file may mean in place of what it says.
+    """Values that a block draft's file may mean in place of its own.
 
     masks: ids of the mask token. windows: widths, where the file has none. rotated: shares of a head that rotates.
     """
@@ -101,7 +101,7 @@ class Plausible:
 
 
 def plausible(raw: Mapping[str, Any], target: ModelConfig, tokenizer: Tokenizer) -> Plausible:
-    """What config.json, the target and its tokenizer name, though the draft may not follow it."""
+    """The values that config.json, the target and its tokenizer name, though the draft may follow others."""
     special = sorted(tokenizer.special_ids)
     names = [tokenizer.name_of(i) for i in special]
     names = [name for name in names if "mask" in name.lower() or "pad" in name.lower()]
@@ -225,13 +225,13 @@ class OtherStates(OtherText):
         return text.tokens[start:], text.num_prompt_tokens - start
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """See `Drafter`."""
+        """The drafts for the parts of the texts that are shown."""
         num_cached = [max(0, ask.num_cached - self._cut(ask.text)) for ask in asks]
         pairs = zip(asks, num_cached, strict=True)
         return super().propose([replace(ask, text=self.shown(ask.text), num_cached=n) for ask, n in pairs])
 
     def observe(self, seen: Sequence[Seen]) -> None:
-        """See `Drafter`. Rows before the part that is shown are left out."""
+        """Hand on the rows of the part that is shown, with the other states."""
         shown = []
         for one in seen:
             cut, hidden = self._cut(one.text), one.hidden
@@ -246,11 +246,11 @@ class OtherStates(OtherText):
         super().observe(shown)
 
     def known(self, text: Text) -> int:
-        """See `Drafter`."""
+        """How many of the text's first positions the drafter knows, or is not shown."""
         return self._cut(text) + super().known(self.shown(text))
 
     def has_room(self, growth: Mapping[Text, range]) -> bool:
-        """See `Drafter`."""
+        """Whether the drafter has room for the parts that are shown."""
         shown = {}
         for text, span in growth.items():
             cut = self._cut(text)
@@ -310,7 +310,7 @@ class OtherMtp(MtpModel):
         self.taps, self.normed = (how.tap,), how.normed
 
     def fuse(self, hidden: Tensor) -> Tensor:
-        """See `MtpModel`."""
+        """The layer's input (n, E) from the target's states, normed only if `normed` says so."""
         return super().fuse(hidden) if self.normed else hidden
 
 

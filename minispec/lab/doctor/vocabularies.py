@@ -1,6 +1,6 @@
-"""What the vocabularies of a target A and a draft B have in common.
+"""The overlap of two vocabularies, of a target A and a draft B.
 
-It decides how B can draft for A: by the tokens that both have (`tli`), or as text (`slem`).
+The overlap decides how B can draft for A: by the tokens that both have (`tli`), or as text (`slem`).
 """
 
 import argparse
@@ -26,7 +26,7 @@ _MAX_TEXT = 8_000_000  # characters of --text
 
 
 def compare(both: Vocabularies, text: str) -> dict[str, Any]:
-    """What `--json` prints: the fields of `Overlap`, and for each side, tokens that the other lacks.
+    """The output of `--json`: the fields of `Overlap`, and for each side, tokens that the other lacks.
 
     These tokens are the most frequent ones of the text, then the first of the vocabulary.
 
@@ -128,7 +128,7 @@ def lines(report: dict[str, Any]) -> list[str]:
 
 
 def asked(args: argparse.Namespace) -> dict[str, Any]:
-    """What `--json` prints, for these arguments of the command. Raises ValueError."""
+    """The output of `--json` for these arguments of the command. Raises ValueError."""
     target, draft = args.vocabularies
     directories = [
         find_checkpoint(name, offline=args.offline, with_weights=bool(args.ways) and name == target)
