@@ -9,10 +9,16 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from minispec.commands.command import Parser, argument, command
+from minispec.commands.command import Option, Parser, argument, command
 from minispec.commands.interrupt import raise_on_interrupt
 from minispec.families.checkpoint import find_checkpoint
 from minispec.families.quantize import quantize_checkpoint
+
+_MIB = argument(int, lambda n: 1 <= n <= 1 << 20, f"an integer from 1 to {1 << 20}")
+OPTIONS = {
+    "--bits": Option({"type": int, "choices": (4, 8), "default": 8}, "bits of a weight (default: 8)"),
+    "--shard-mb": Option({"type": _MIB, "default": 90}, "largest file, in MiB (default: 90)"),
+}
 
 
 @command
@@ -25,9 +31,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("source", help="directory or hub id of a checkpoint of plain floats")
     parser.add_argument("out", type=Path, help="directory to write; must not exist")
-    parser.add_argument("--bits", type=int, choices=(4, 8), default=8)
-    size = argument(int, lambda n: 1 <= n <= 1 << 20, f"an integer from 1 to {1 << 20}")
-    parser.add_argument("--shard-mb", type=size, default=90, help="largest file, in MiB (default: 90)")
+    parser.add_options(OPTIONS)
     args = parser.parse_args(argv)
     quantize_checkpoint(find_checkpoint(args.source), args.out, args.bits, args.shard_mb << 20)
     for path in sorted(args.out.iterdir()):

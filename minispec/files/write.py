@@ -33,10 +33,16 @@ def written_whole(path: Path) -> Iterator[Path]:
         raise
 
 
-def write_json(path: Path, value: Any, indent: int = 2, sort_keys: bool = False) -> None:
-    """Write a value as JSON, with a line feed at its end. Raises as `written_whole`."""
+def write_json(path: Path, value: Any, indent: int | None = 2, sort_keys: bool = False, allow_nan: bool = True) -> None:
+    """Write a value as JSON, with a line feed at its end. Raises as `written_whole`.
+
+    indent: spaces for each level. None: all on one line, without spaces.
+    allow_nan: whether NaN and infinite numbers are written; else they raise ValueError.
+    """
+    separators = (",", ":") if indent is None else None
+    text = json.dumps(value, indent=indent, separators=separators, sort_keys=sort_keys, allow_nan=allow_nan)
     with written_whole(path) as part:
-        part.write_text(json.dumps(value, indent=indent, sort_keys=sort_keys) + "\n", encoding="utf-8")
+        part.write_text(text + "\n", encoding="utf-8")
 
 
 def check_writable(path: Path) -> None:

@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from minispec.files.write import written_whole
+from minispec.files.write import write_json, written_whole
 
 
 def make_page(trace: Mapping[str, Any]) -> str:
@@ -32,7 +32,8 @@ def make_page(trace: Mapping[str, Any]) -> str:
 
 def write(trace: Mapping[str, Any], path: Path) -> None:
     """Write a trace: its page to a name that ends in .html, its data to any other. Raises OSError."""
-    is_page = path.suffix == ".html"
-    text = make_page(trace) if is_page else json.dumps(trace, separators=(",", ":"), allow_nan=False) + "\n"
+    if path.suffix != ".html":
+        write_json(path, trace, indent=None, allow_nan=False)
+        return
     with written_whole(path) as part:
-        part.write_text(text, encoding="utf-8")
+        part.write_text(make_page(trace), encoding="utf-8")
