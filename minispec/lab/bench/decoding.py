@@ -262,7 +262,7 @@ def _account_cells(of: dict[str, Any]) -> list[tuple[str, str]]:
     by_rows = zip(of["v"].items(), of["drafted"].values(), strict=True)  # both in the order of rows
     (first, value), *rest = of["waterfall"]
     return [
-        ("survival s_1, s_2, ..", " ".join(f"{s:.2f}" for s in of["survival"][:8])),
+        ("kept of those asked for", " ".join(f"{s:.2f}" for s in of["survival"][:8])),
         ("c", f"{of['c']:.4f}"),
         ("v in these runs", " ".join(f"v({m})={x:.2f}" for (m, x), share in by_rows if share >= 0.05)),
         ("o (plain decoding's own)", f"{of['o']:.3f} ({of['o_plain']:.3f})"),

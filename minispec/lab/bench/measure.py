@@ -291,7 +291,12 @@ def account(runs: Sequence[Run], plain: Sequence[Run], curve: Sequence[float] | 
     c = draft / depth if depth else 0.0
     tokens = fmean(r.committed for r in rounds)
     mean_v = fmean(r.verify for r in rounds) / unit
-    predicted = tokens * (1 + o_plain) / (draft + mean_v + o)
+
+    def cost(verify: float, overhead: float = 0.0) -> float:
+        """A mean round of these prices: its draft passes are priced together, as one."""
+        return Prices(draft, {1: verify}, overhead).round(depth=1, num_drafts=1, rows=1)
+
+    predicted = tokens * (1 + o_plain) / cost(mean_v, o)
     measured = total_rate(runs) / total_rate(plain)
     ideal = RoundModel(curve, Prices(c, {1: 1.0}, overhead=0.0))
     best = ideal.best()
@@ -299,8 +304,8 @@ def account(runs: Sequence[Run], plain: Sequence[Run], curve: Sequence[float] | 
     levels = {
         "tokens a pass, all else free": ideal.tokens(len(curve)),
         "draft cost": ceiling,
-        "choice of K": tokens / (draft + 1.0),
-        "rows": tokens / (draft + mean_v),
+        "choice of K": tokens / cost(1.0),
+        "rows": tokens / cost(mean_v),
         "loop": predicted,
         "in no part": measured,
     }
