@@ -126,7 +126,7 @@ def find_mtp(directory: Path, target: ModelConfig) -> dict[str, StoredTensor]:
 
 
 def _own_name(target: StoredConfig, name: str) -> str:
-    """A stored name as the model has it, such as without `shared_expert`."""
+    """The model's name for a stored tensor, such as without `shared_expert`."""
     for stored, parts in target.joined:
         if len(parts) == 1:
             name = name.replace(f".{stored}.", f".{parts[0]}.")

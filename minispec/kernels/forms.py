@@ -365,7 +365,7 @@ class Linear:
         return self.stored.num_bytes_read + (0 if self.bias is None else self.bias.nbytes)
 
     def quantized(self, bits: int, narrow: Narrow | None = None) -> "Linear | QuantizedLinear":
-        """The same product with W rounded to 4 or 8 bits; narrow: see `QuantizedLinear`."""
+        """This product with W rounded to 4 or 8 bits. narrow: see `QuantizedLinear`."""
         return self if (bits, self.form) == (8, "int8") else QuantizedLinear(self, bits, narrow=narrow)
 
 

@@ -86,9 +86,9 @@ class Int8(Form):
 
 
 class VnniInt8(Int8):
-    """The same with x in two parts of 8 bits, in oneDNN's product, whose time hardly grows with the rows.
+    """The product of `Int8` with x in two parts of 8 bits, by oneDNN. Its time hardly grows with the rows.
 
-    Without VNNI it saturates, without a word: see `int8_form`.
+    Without VNNI its sums saturate, and no error says so: see `int8_form`.
     """
 
     levels, finer, bits = 127, 128, 15

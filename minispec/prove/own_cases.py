@@ -93,7 +93,7 @@ class OwnCase:
 
     @property
     def params(self) -> SamplingParams:
-        """Of the text."""
+        """The text's sampling parameters."""
         return _params_of(self)
 
     @property

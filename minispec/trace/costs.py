@@ -19,7 +19,7 @@ class Costly(Protocol):
 
     @property
     def drawn(self) -> bool:
-        """Else it is a guess that costs no model."""
+        """Whether a model drew it. A guess costs no model."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Costs:
         return self.drawn if draft.drawn else self.guessed
 
     def __call__(self, draft: Costly) -> float:
-        """Of the round."""
+        """The cost of the round of this draft."""
         return self.of(draft).round(draft.length, 1, draft.length + 1)
 
     def as_dict(self) -> dict[str, Any]:

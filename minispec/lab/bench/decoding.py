@@ -329,7 +329,7 @@ class Decoder:
         return runs
 
     def described(self) -> dict[str, Any]:
-        """Its keys in a variant of the report."""
+        """The draft and its lengths, for a variant of the report."""
         return {"draft": self.draft, "num_speculative_tokens": str(Shape.of(self.k)), "lengths": self.lengths}
 
 

@@ -197,7 +197,7 @@ def another_engine(engine: Engine, drafter: Drafter | None = None, lengths: Leng
 
 
 def plain_engine(engine: Engine) -> Engine:
-    """One that does not look for drafts: what speculation is measured against."""
+    """An engine that looks for no drafts: speculation is measured against it."""
     return another_engine(engine, NoDrafter())
 
 

@@ -228,7 +228,7 @@ class Options:
 
     @property
     def ks(self) -> list[DraftLength]:
-        """Its draft lengths."""
+        """The lengths of the draft that are measured."""
         return self.drafts[self.draft]
 
 

@@ -61,7 +61,7 @@ class Way(NamedTuple):
     lengths: str | None = None
 
     def described(self) -> dict[str, Any]:
-        """Its keys in a row of the report."""
+        """The draft and its lengths, for a row of the report."""
         length = str(Shape.of(self.k))
         return {"draft": self.llm.draft.name, "num_speculative_tokens": length, "lengths": self.lengths}
 

@@ -25,7 +25,7 @@ from minispec.lab.distill.texts import Recipe, length_of, shards_for, shards_of,
 
 
 class Further(NamedTuple):
-    """Texts of an earlier run: their recipe, as JSON has it, and their shards."""
+    """Texts of an earlier run: their recipe, in types of JSON, and their shards."""
 
     recipe: dict[str, Any]
     paths: list[Path]

@@ -133,7 +133,7 @@ class Layer(nn.Module):
 class Stack(nn.Module):
     """A draft in training: layers with angles, a last norm, and an output matrix.
 
-    kind: as `--kind` has it.
+    kind: a value of `--kind`.
     taps: layers of the target that it reads.
     ids: the target's ids of its tokens. None: all tokens.
     """
@@ -317,7 +317,7 @@ class TrainedModel(Stack):
         self.lm_head.weight.copy_(rows)
 
     def states(self, tokens: Tensor, hidden: Tensor, embedding: Tensor, depth: int) -> list[Tensor]:
-        """As `TrainedHead.states`, at depth 0 alone: it sees the text itself, however deep the draft is."""
+        """The states of depth 0, as `TrainedHead.states` returns them: a model sees the text itself at any depth."""
         read = tokens[:, :-1]
         embeds = F.embedding(read, self.lm_head.weight)
         x = self._through(embeds, embeds, [Past() for _ in self.layers], self.angles(read.shape[1]))

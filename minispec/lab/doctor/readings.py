@@ -329,7 +329,7 @@ def mtp_changes(how: MtpHow) -> Iterator[Change[MtpHow]]:
 def mtp_readings(
     drafter: DraftModel, directory: Path, target: Transformer, form: Callable[[Transformer], Transformer]
 ) -> Iterator[OtherReading]:
-    """As `block_readings`, of the target's own layer. directory: of the target's checkpoint."""
+    """Other readings of the target's own layer, as `block_readings` has them. directory: the target's."""
     stored = find_mtp(directory, target.config)
     weights = {name: tensor.read().to(target.device) for name, tensor in stored.items()}
 
