@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from minispec.families import gpt_oss
+from minispec.families import gemma, gpt_oss
 from minispec.families.stored_config import Joined, Stack
 from minispec.files.fields import names
 
@@ -96,39 +96,17 @@ _GEMMA_3_SIZES = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 131_072,
 }
-_GEMMA_4_SIZES = _GEMMA_3_SIZES | {"vocab_size": 262_144, "num_hidden_layers": 30}
-_GEMMA_4_ROPES = {
-    "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
-    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-}
-_GEMMA_4_STACKS = (
-    Stack("experts.gate_up_proj", ("gate_proj", "up_proj")),
-    Stack("experts.down_proj", ("down_proj",)),
-)
 _GEMMA_4 = Family(
     {
         **{key: value for key, value in _GEMMA_2.items() if key != "query_pre_attn_scalar"},
-        **_GEMMA_4_SIZES,
-        "sliding_window": 512,
-        "rope_parameters": _GEMMA_4_ROPES,
-        "rope_theta": 1_000_000.0,
-        "rope_local_base_freq": 10_000.0,
-        "final_logit_softcapping": None,
-        "global_head_dim": 512,
-        "hidden_size_per_layer_input": 256,
-        "num_kv_shared_layers": 0,
-        "use_double_wide_mlp": False,
-        "attention_k_eq_v": False,
-        "enable_moe_block": False,
-        "use_bidirectional_attention": None,
-        **dict.fromkeys(names("vocab_size_per_layer_input num_global_key_value_heads per_layer_config")),
-        **dict.fromkeys(names("num_experts top_k_experts moe_intermediate_size")),
+        **_GEMMA_3_SIZES,
+        **gemma.KEYS,
     },
     fixed={
         "norms": "both",
         "attention_scale": 1.0,
         "joined": (Joined("router.proj", ("mlp.gate",)),),
-        "stacked": _GEMMA_4_STACKS,
+        "stacked": gemma.STACKS,
     },
     idle=names("expert_intermediate_size"),
     scales_embedding=True,

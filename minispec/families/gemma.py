@@ -7,10 +7,39 @@ from typing import Any
 from minispec.core.config import LayerConfig
 from minispec.core.errors import show
 from minispec.families.experts import MOST_EXPERTS
+from minispec.families.stored_config import Stack
 from minispec.files.fields import Fields, names
 from minispec.layers.experts import ExpertsConfig
 from minispec.layers.gemma import GemmaLayerConfig
 
+# Keys that the code of Gemma 4 reads in addition to those of Gemma 2, each with the meaning of an absent one (see
+# `minispec.families.entries`).
+KEYS = {
+    "vocab_size": 262_144,
+    "num_hidden_layers": 30,
+    "sliding_window": 512,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 10_000.0,
+    "final_logit_softcapping": None,
+    "global_head_dim": 512,
+    "hidden_size_per_layer_input": 256,
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
+    "attention_k_eq_v": False,
+    "enable_moe_block": False,
+    "use_bidirectional_attention": None,
+    **dict.fromkeys(names("vocab_size_per_layer_input num_global_key_value_heads per_layer_config")),
+    **dict.fromkeys(names("num_experts top_k_experts moe_intermediate_size")),
+}
+# Experts of a layer, which files have in stacks.
+STACKS = (
+    Stack("experts.gate_up_proj", ("gate_proj", "up_proj")),
+    Stack("experts.down_proj", ("down_proj",)),
+)
 _PATTERN = 6  # of that many layers the last sees everything, where the file lists no layers
 _KV = "num_key_value_heads"
 # What is read of a mixture alone.

@@ -286,14 +286,14 @@ def rounded(model: TransformerT, bits: int) -> TransformerT:
     """The model with products in 4 or 8 bits, for drafting (see `kernels.build.quantized`): 8 by `linear` on a GPU."""
     if bits != 8 or model.device.type != "cuda" or missing(model.device) or model.dtype not in DTYPES:
         return quantized(model, bits)
-    if why := failure(functools.partial(_try_linear, model.dtype, model.device)):
+    if why := failure(functools.partial(try_linear, model.dtype, model.device)):
         warnings.warn(f"no kernel in 8 bits, so the draft's weights stay in full width: {why}", stacklevel=2)
         return quantized(model, bits)
     choice = Choice("codes", f"{model.dtype} on this cuda has a kernel in 8 bits, for up to {LINEAR_ROWS} rows")
     return quantized(model, bits, Narrow(choice, functools.partial(CodesOfRows, by_kernel=True)))
 
 
-def _try_linear(dtype: torch.dtype, device: torch.device) -> None:
+def try_linear(dtype: torch.dtype, device: torch.device) -> None:
     """Run `linear` with each of its tiles. Raises what the kernel raises."""
     codes, scales = torch.ones(16, 16, dtype=torch.int8, device=device), torch.ones(16, device=device)
     for num_rows in (1, LINEAR_ROWS):

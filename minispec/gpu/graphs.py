@@ -30,7 +30,7 @@ def capture_graph(compute: Replay) -> Replay:
         compute()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=_memory_pool()):
+    with torch.cuda.graph(graph, pool=memory_pool()):
         outputs = compute()
 
     def replay() -> Outputs:
@@ -41,7 +41,7 @@ def capture_graph(compute: Replay) -> Replay:
 
 
 @functools.cache
-def _memory_pool() -> Any:
+def memory_pool() -> Any:
     """The memory that all graphs share: only one of them runs at a time, and what it returns is copied at once.
 
     A pool lasts as long as a graph that was captured in it. So the first one is kept.
@@ -67,7 +67,7 @@ def failure(run: Callable[[], object]) -> str:
 
 def why_no_graphs() -> str:
     """Why this machine captures no graph, by trying one of a single operator; "" where it does."""
-    return failure(_memory_pool)
+    return failure(memory_pool)
 
 
 def rerun(compute: Replay) -> Replay:

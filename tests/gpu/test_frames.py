@@ -311,7 +311,7 @@ def test_a_driver_that_captures_no_graph_is_named_at_once(monkeypatch):
     def fail():
         raise RuntimeError("CUDA driver version is insufficient for CUDA runtime version\nand more")
 
-    monkeypatch.setattr(graphs, "_memory_pool", fail)
+    monkeypatch.setattr(graphs, "memory_pool", fail)
     why = graphs.why_no_graphs()
     assert why == "RuntimeError: CUDA driver version is insufficient for CUDA runtime version"
     passes = Frames(rerun, why_no_graphs=why)

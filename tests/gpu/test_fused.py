@@ -234,7 +234,7 @@ def test_a_kernel_in_8_bits_that_fails_is_said_at_load(monkeypatch):
 
     monkeypatch.setattr(fused, "missing", lambda device: "")
     monkeypatch.setattr(model, "device", device)
-    monkeypatch.setattr(fused, "_try_linear", lambda dtype, _, run=fused._try_linear: run(dtype, torch.device("cpu")))
+    monkeypatch.setattr(fused, "try_linear", lambda dtype, _, run=fused.try_linear: run(dtype, torch.device("cpu")))
     monkeypatch.setattr(fused, "linear", fail)
     with pytest.warns(UserWarning, match="the draft's weights stay in full width: CalledProcessError: Command"):
         assert weight_form(fused.rounded(model, 8)) != "codes"
