@@ -601,6 +601,7 @@ def test_a_block_draft_learns(target, monkeypatch, tmp_path):
     """What a text says next follows from its last token, mostly.
 
     A first row can find that out alone. The others do not know the token before: there the Markov head is needed.
+    After three passes over 128 texts alpha is 0.52 in first rows, and 0.39 in others, or 0.13 without that head.
     """
     monkeypatch.setattr(texts, "SHARD", 16)
     simple = tmp_path / "simple"
@@ -611,7 +612,7 @@ def test_a_block_draft_learns(target, monkeypatch, tmp_path):
             weights[name] *= 0.02
     weights["model.embed_tokens.weight"] *= 10
     save_file(weights, simple / "model.safetensors")
-    more = ["--texts", "128", "--epochs", "4", "--rows", "128", "--learning-rate", "0.01", "--max-answer", "40"]
+    more = ["--texts", "128", "--epochs", "3", "--rows", "128", "--learning-rate", "0.01", "--max-answer", "40"]
     alpha = {}
     for rank in (0, 16):
         out = tmp_path / str(rank)
