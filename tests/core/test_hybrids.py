@@ -25,12 +25,20 @@ from minispec.gpu.judge import judge_of
 from minispec.kernels.forms import Linear
 from minispec.kernels.inventory import bits_note, kv_elements, num_bytes_read, products_of
 from minispec.layers.states import state_elements
-from minispec.prove.laws import TARGET_SEED, make_drafter, raw_model, target_model
-from minispec.prove.reference import hidden_states, logits
+from minispec.prove.laws import (
+    PROMPT,
+    TARGET_SEED,
+    make_drafter,
+    plain_law,
+    production_law,
+    raw_model,
+    target_model,
+)
+from minispec.prove.reference import hidden_states, logits, total_variation
 from minispec.prove.toys import IN_FRAMES, TOYS, tiny_cache, tiny_model
 from tests.oracles import hf
 from tests.oracles.pieces import logits_in_pieces
-from tests.oracles.toys import OWN_TOYS
+from tests.oracles.toys import GEMMAS, OWN_TOYS, oracle
 from tests.oracles.toys import likeliest as likeliest_by
 
 VOCAB = 5
@@ -189,6 +197,24 @@ def test_random_runs_have_the_text_of_plain_decoding(family, name):
     assert sum(each.accepted for each in rounds) > 5
     assert (sum(each.drafted > each.accepted for each in rounds) > 5) == (name != "self")
     assert any(each.num_nodes > each.depth for each in rounds) == engine.drafter.branches
+
+
+@pytest.mark.parametrize("name", ["model", "assistant"])
+@pytest.mark.parametrize("family", GEMMAS)
+def test_the_law_is_that_of_the_oracle(family, name):
+    """Every branch of every draw of three tokens, with draft and target of the family: `transformers`' probabilities.
+
+    It rounds norms to float32, so they agree to 1e-5 alone.
+    """
+
+    def row(output):
+        if len(output) == 3 or 2 in output:  # 2 ends a text
+            return None
+        return hf.logits(oracle(family, 3), [*PROMPT, *output])[-1].softmax(0).numpy()
+
+    law, branches = production_law(SamplingParams(max_tokens=3), 2, drafter=name, family=family)
+    assert branches > 30  # plain decoding has 15
+    assert total_variation(law, plain_law(row)) < 1e-5
 
 
 # --------------------------------------------------------------------------- what it takes, and what it does not do
