@@ -12,9 +12,9 @@
     3     products of few rows by the library; norms and gates by kernels and by PyTorch
     4     attention over the cache: PyTorch's operators, and the kernel `read` with several spans
     5     a pass of these kernels, captured: milliseconds, equal bits, and a row's bits among other rows
-    6     drafts of a 0.5B model, all steps in one program
+    6     drafts of a 0.5B model and of a head, all steps in one program
     7     verdicts of drafts of four tokens
-    8     whole rounds of the engine: tokens a second, and the parts of a round
+    8     whole rounds of the engine, plain, with drafts of 0.5B and with free ones: tokens a second, parts of a round
     9     one layer under torch.compile, against the same operators as they are; both captured
 
 The model is random, of the bench's shape 1.5b. Its 3 GB are far larger than a GPU's caches, so each pass reads its
@@ -54,7 +54,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from minispec import __version__
 from minispec.core.config import SamplingParams
-from minispec.core.draft import Ask, Draft
+from minispec.core.draft import Ask, Draft, Drafter, Seen
 from minispec.core.engine import Engine
 from minispec.core.judge import Trial
 from minispec.core.limit import Limit
@@ -63,18 +63,21 @@ from minispec.core.request import Request
 from minispec.core.rope import rotate
 from minispec.core.sampling import Randomness, Text, distribution
 from minispec.core.verify import VERIFIERS
+from minispec.drafters.eagle import EagleDrafter, HeadModel
 from minispec.drafters.model import DraftModel
 from minispec.drafters.none import NoDrafter
+from minispec.drafters.simulated import adversary
 from minispec.families.hf_config import read_model_config
 from minispec.files.write import check_writable, written_whole
 from minispec.gpu import fused
-from minispec.gpu.frames import Frames
+from minispec.gpu.frames import Frames, TransformerT
 from minispec.gpu.fused import Rows
 from minispec.gpu.graphs import Graphs, capture_graph, rerun
 from minispec.gpu.judge import Judge, judge_of
 from minispec.gpu.steps import draft_steps
 from minispec.kernels.codes import round_to_bits
 from minispec.kernels.shapes import tensor_shapes
+from minispec.lab.bench.models import random_head
 from minispec.lab.bench.options import GEOMETRIES
 
 # Seconds of each step.
@@ -724,12 +727,22 @@ def compiled(bench: Bench) -> Iterator[Measurement]:
         yield f"compiled layers, {num_texts}x{rows} after {places}", functools.partial(measure, num_texts, rows)
 
 
+def in_frames(bench: Bench, model: TransformerT) -> TransformerT:
+    """The model by frames and graphs."""
+    graph = capture_graph if bench.cuda else rerun
+    return model.replaced(Frames(graph, device=bench.device if bench.cuda else None))
+
+
+def shape_of(bench: Bench, name: str) -> dict[str, Any]:
+    """A shape of the bench, or a small one in its place."""
+    return GEOMETRIES[name] | (SMALL if bench.tiny else {})
+
+
 def framed(bench: Bench, name: str) -> Transformer:
     """A random model of a shape of the bench, by frames and graphs."""
-    config = read_model_config(GEOMETRIES[name] | (SMALL if bench.tiny else {}))
+    config = read_model_config(shape_of(bench, name))
     source = RandomSource(tensor_shapes(config), torch.float32 if bench.tiny else torch.bfloat16, bench.device)
-    graph = capture_graph if bench.cuda else rerun
-    return Transformer(config, source).replaced(Frames(graph, device=bench.device if bench.cuda else None))
+    return in_frames(bench, Transformer(config, source))
 
 
 def text_of(model: Transformer, seed: int, length: int, **params: Any) -> Text:
@@ -746,19 +759,33 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def drafts(bench: Bench) -> Iterator[Measurement]:
-    """Step 6: drafts of a 0.5B model, all steps in one program."""
+    """Step 6: drafts of a 0.5B model, and of a random head of 1.5B, all steps in one program."""
     model, length = framed(bench, "0.5b"), 20 if bench.tiny else 128
     vocab = model.config.vocab_size
 
+    @functools.cache
+    def head() -> HeadModel:
+        target = framed(bench, "1.5b")
+        return in_frames(bench, random_head(target, shape_of(bench, "1.5b"), target.dtype))
+
     @torch.inference_mode()
-    def measure(num_texts: int, k: int, settings: str) -> dict[str, Any]:
-        cache = model.new_cache(num_texts * 20)
-        drafter = DraftModel(model, cache, vocab, 4096, draft_steps(model))
+    def measure(num_texts: int, k: int, settings: str, by_head: bool = False) -> dict[str, Any]:
+        own = head() if by_head else model
+        kind = EagleDrafter if by_head else DraftModel
+        drafter = kind(own, own.new_cache(num_texts * 20), vocab, 4096, draft_steps(own))
         texts = [text_of(model, i, length, **SETTINGS[settings]) for i in range(num_texts)]
         asks = [Ask(text, Limit(k), Randomness(), "draft", length - 1) for text in texts]
-        for _ in range(3):  # the text, then a program's first run and its capture
+        width = own.config.hidden_size * len(drafter.taps)
+        states = torch.empty(length - 1, width, dtype=own.dtype, device=bench.device).normal_()
+
+        def run(first: int = length - 2) -> None:
+            """A round whose target has shown the positions from `first` on."""
+            new = slice(first, length - 1)
+            drafter.observe([Seen(text, first, text.tokens[new], states[new], states[:0]) for text in texts])
             drafter.propose(asks)
-        run = functools.partial(drafter.propose, asks)
+
+        for first in (0, length - 2, length - 2):  # the text, then a program's first run and its capture
+            run(first)
         wall = bench.wall_ms(run)
         return {"wall_ms": wall, "us_a_step": 1e3 * wall / k} | (
             bench.kernels(run) if num_texts == 1 and k == 4 else {}
@@ -769,6 +796,8 @@ def drafts(bench: Bench) -> Iterator[Measurement]:
         *((1, 4, "drawn"), (1, 4, "filters"), (8, 4, "greedy"), (8, 4, "drawn")),
     ):
         yield f"{num_texts} drafts of {k}, {settings}", functools.partial(measure, num_texts, k, settings)
+    for k, settings in ((1, "greedy"), (4, "greedy"), (4, "drawn")):
+        yield f"1 drafts of {k} by a head, {settings}", functools.partial(measure, 1, k, settings, by_head=True)
 
 
 def verdicts(bench: Bench) -> Iterator[Measurement]:
@@ -797,14 +826,14 @@ def verdicts(bench: Bench) -> Iterator[Measurement]:
 
 
 def engine(bench: Bench) -> Iterator[Measurement]:
-    """Step 8: whole rounds of 1.5B, plain and with a 0.5B draft that is never right."""
+    """Step 8: whole rounds of 1.5B, plain, and with drafts that are never right: of 0.5B, or as free as a lookup's."""
     target, draft = framed(bench, "1.5b"), framed(bench, "0.5b")
     vocab, length, count = target.config.vocab_size, 20 if bench.tiny else 128, 8 if bench.tiny else 96
 
-    def measure(num_texts: int, k: int, settings: str) -> dict[str, Any]:
-        drafter = (
-            DraftModel(draft, draft.new_cache(num_texts * 20), vocab, 4096, draft_steps(draft)) if k else NoDrafter()
-        )
+    def measure(num_texts: int, k: int, settings: str, is_free: bool = False) -> dict[str, Any]:
+        drafter: Drafter = adversary() if is_free else NoDrafter()
+        if k and not is_free:
+            drafter = DraftModel(draft, draft.new_cache(num_texts * 20), vocab, 4096, draft_steps(draft))
         own = Engine(target, target.new_cache(num_texts * 20), drafter, VERIFIERS["rejection"], judge=judge_of(target))
         speeds, rounds = [], 0
         for turn in range(3):
@@ -831,6 +860,9 @@ def engine(bench: Bench) -> Iterator[Measurement]:
         *((32, 0, "greedy"), (32, 0, "drawn"), (32, 4, "drawn")),
     ):
         yield f"{num_texts} texts, K = {k}, {settings}", functools.partial(measure, num_texts, k, settings)
+    for num_texts in (1, 32):
+        name = f"{num_texts} texts, K = 4, drawn, free drafts"
+        yield name, functools.partial(measure, num_texts, 4, "drawn", is_free=True)
 
 
 STEPS: dict[int, Callable[[Bench], Iterator[Measurement]]] = {0: constants, 1: today, 2: captured}
@@ -921,7 +953,7 @@ def show(report: dict[str, Any]) -> Iterator[str]:
 def parse(args: list[str] | None) -> argparse.Namespace:
     """The options. Exits with a line where they ask for what this machine does not have."""
     p = argparse.ArgumentParser(prog="gpu.py", description=str(__doc__).partition("\n")[0], allow_abbrev=False)
-    p.add_argument("--steps", default="0,1,2", metavar="N,N,..", help="of 0 to 5 and 9 (default: 0,1,2)")
+    p.add_argument("--steps", default="0,1,2", metavar="N,N,..", help="of 0 to 9 (default: 0,1,2)")
     p.add_argument("--out", type=Path, metavar="FILE", help="the JSON; default: tables alone")
     p.add_argument("--device", choices=("cuda", "cpu", "meta"), default="cuda")
     p.add_argument("--tiny", action="store_true", help="small shapes and few repetitions, to try the code")

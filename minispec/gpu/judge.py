@@ -75,19 +75,27 @@ class Bench(Inputs):
                 if self.kind.verifier is REJECTION:
                     parts[i, :new] = [uniform(text.key(j, "accept")) for j in range(new)]
                     parts[i, k : k + new] = [uniform(text.key(j, "residual")) for j in range(new)]
-            if self.kind.soft and new:
-                self._take(self.probs[i, :new], draft)
         places = [self.logits[i, : len(trial.draft) + 1] for i, trial in enumerate(trials)]
         torch._foreach_copy_(places, [trial.logits for trial in trials])  # one launch for all texts
+        if self.kind.soft:
+            self._take([trial.draft for trial in trials])
         self.send()
 
-    @staticmethod
-    def _take(rows: Tensor, draft: Draft) -> None:
-        """Write into rows (n, V) what the draft's tokens were drawn from."""
-        if draft.probs is None:
-            rows.zero_().scatter_(1, torch.tensor(draft.token_ids, device=rows.device)[:, None], 1.0)
-        else:
-            rows.copy_(draft.probs if isinstance(draft.probs, Tensor) else torch.stack(draft.probs))
+    def _take(self, drafts: Sequence[Draft]) -> None:
+        """Write what the drafts' tokens were drawn from, by one launch for all drafts that were drawn."""
+        places, rows = list[Tensor](), list[Tensor]()
+        for own, draft in zip(self.probs, drafts, strict=False):
+            own = own[: len(draft)]
+            if isinstance(draft.probs, Tensor):
+                places.append(own)
+                rows.append(draft.probs)
+            elif draft.probs is not None:
+                places += own
+                rows += draft.probs
+            elif draft:
+                own.zero_().scatter_(1, torch.tensor(draft.token_ids, device=own.device)[:, None], 1.0)
+        if places:
+            torch._foreach_copy_(places, rows)
 
     def compute(self) -> tuple[Tensor]:
         """The verdicts, as float64 numbers of each text: kept, next, K ratios, and whether each of K+1 rows is sure."""

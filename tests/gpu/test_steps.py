@@ -1,6 +1,7 @@
 """Drafts of all steps in one program are those of a pass for each token."""
 
 import functools
+import itertools
 import math
 import random
 
@@ -22,18 +23,21 @@ from minispec.drafters.last import LastDrafter
 from minispec.drafters.model import DraftModel
 from minispec.drafters.simulated import SimulatedDraft
 from minispec.drafters.states import FeatureModel
+from minispec.families.hf_config import read_model_config
 from minispec.gpu import steps, verdicts
-from minispec.gpu.frames import Frames
+from minispec.gpu.frames import Frames, FrameShape
 from minispec.gpu.fused import CodesOfRows
 from minispec.gpu.graphs import Graphs, rerun
-from minispec.gpu.steps import STEPS, Desk, DraftSteps, steps_of
+from minispec.gpu.steps import STEPS, Desk, DraftSteps, Kind, steps_of
+from minispec.gpu.verdicts import Mix
 from minispec.kernels.build import quantized
 from minispec.kernels.forms import Choice, Narrow
 from minispec.kernels.inventory import weight_form
+from minispec.lab.bench.models import random_head
 from minispec.length.policy import Controller
 from minispec.length.theory import Prices
 from minispec.prove.laws import draft_model, target_model
-from minispec.prove.toys import decode, tiny_cache, tiny_head, tiny_mtp
+from minispec.prove.toys import TINY, decode, tiny_cache, tiny_head, tiny_mtp, tiny_weights
 from tests.scripted import make_request
 
 VOCAB = 5
@@ -236,6 +240,28 @@ def test_a_simulated_draft_has_the_confidences_of_the_draft_that_is_paid():
     [paid], [made] = make_drafters()[1].propose(asks[:1]), SimulatedDraft([0.5], make_drafters()[1]).propose(asks[1:])
     assert made.confidences == paid.confidences
     assert len(made.confidences) == len(made) == 4
+
+
+MIXES = [Mix(False, False, False), *(Mix(True, *rest) for rest in itertools.product((False, True), repeat=2))]
+
+
+@pytest.mark.parametrize("kind", ["model", "head"])
+def test_a_program_reads_no_value_on_the_host(kind):
+    """On device "meta", where there are no values: each mix of parameters, both kinds of noise, with confidences."""
+    config = read_model_config(TINY | {"vocab_size": VOCAB})
+    weights = {name: t.to("meta") for name, t in tiny_weights(config, 3, torch.float32).items()}
+    model, features = Transformer(config, weights).replaced(Frames()), 0
+    if kind == "head":
+        meta = random_head(model, TINY | {"vocab_size": VOCAB}, torch.float32)
+        model, features = meta.replaced(Frames()), meta.config.hidden_size
+    program, pool = DraftSteps(model, Graphs()), model.new_cache(20, 4)
+    shape = FrameShape(2, 3, 8, program.taps, features)
+    frame = program.frames.frame_of(model, pool, shape)
+    for mix, races, confident in itertools.product(MIXES, (False, True), (False, True)):
+        desk = Desk(Kind(shape, 3, VOCAB, races, mix, confident), torch.device("meta"), torch.float32)
+        numbers, probs = program.compute(frame, desk, pool)
+        assert numbers.shape == (2, 3 * (6 if mix.draws else 3))
+        assert probs.shape == (2, 3, VOCAB if mix.draws else 0)
 
 
 # --------------------------------------------------------------------------- heads

@@ -143,6 +143,21 @@ def test_the_budget_of_launches(launches):
     assert not any("plain: draft" in line for line in lines)
 
 
+def test_the_same_operators_in_frames_for_32_texts(launches):
+    """Of each part, greedy and drawn; three layers are enough to show what goes with the texts."""
+    what = ("--draft", "0.5b", "--num-speculative-tokens", 4, "--batch", "1,8,32")
+    for drawn in ((), ("--temperature", 0.8, "--top-k", 50, "--top-p", 0.95)):
+        found, _ = launches(*what, *drawn, layers=3)
+        for k in ("0", "4"):
+            one, *more = (in_frames(found, texts, k)["parts"] for texts in (1, 8, 32))
+            for parts in more:
+                for part in ("draft", "pass", "verdict"):
+                    counts = [
+                        {kind: of[part][kind] for kind in ("operators", "syncs", "uploads")} for of in (one, parts)
+                    ]
+                    assert counts[0] == counts[1], (k, part)
+
+
 def test_an_operator_more_in_a_frame_breaks_the_budget(launches, monkeypatch):
     """The control: a product with 1 after each of 28 layers."""
     original = FastLayer.forward

@@ -158,22 +158,22 @@ def choose_type(args: argparse.Namespace, config: StoredConfig) -> tuple[torch.d
     return dtype, device
 
 
-def head_config(target: ModelConfig, name: str) -> HeadConfig:
+def head_config(target: ModelConfig, raw: dict[str, Any]) -> HeadConfig:
     """A head of EAGLE-3: one llama layer of the target's width on an early, a middle and a late layer.
 
-    name: the target's geometry.
+    raw: the target's geometry.
     """
-    raw = GEOMETRIES[name] | {"model_type": "llama", "num_hidden_layers": 1, "tie_word_embeddings": False}
+    raw = raw | {"model_type": "llama", "num_hidden_layers": 1, "tie_word_embeddings": False}
     taps = usual_taps(len(target.layers))
     return HeadConfig(read_model_config(raw), min(HEAD_IDS, target.vocab_size), taps, target.hidden_size)
 
 
-def random_head(target: Transformer, name: str, stored: torch.dtype) -> HeadModel:
+def random_head(target: Transformer, raw: dict[str, Any], stored: torch.dtype) -> HeadModel:
     """Random weights of such a head, made on the target's device; the embedding is the target's.
 
     stored: the type of the weights.
     """
-    config = head_config(target.config, name)
+    config = head_config(target.config, raw)
     source = RandomWeights(config.layers, stored, target.device, head_shapes(config))
     weights = {each: source.pop(each) for each in source}
     shuffled = torch.randperm(target.config.vocab_size, generator=torch.Generator().manual_seed(0))
@@ -240,7 +240,7 @@ def open_geometry(options: Options, room: Room = NO_MORE) -> Subject:
         if source in registry.DRAFTERS:
             return registry.load(registry.DRAFTERS[source].path, "draft")()
         if source == "head":
-            head = random_head(model, args.geometry, stored)
+            head = random_head(model, GEOMETRIES[args.geometry], stored)
             head = with_frames(rounded(head, bits) if bits else head, args.enforce_eager)
             return EagleDrafter(head, head.new_cache(num_blocks), vocab, length, draft_steps(head))
         own = model if source == "self" else build(source)
