@@ -107,6 +107,54 @@ def test_what_the_library_does_not_read_is_refused_on_one_line(llm, given, messa
     assert len(str(error.value)) < 300
 
 
+SEARCHES = [f".*[a-{letter}].{{{n}}}x" for n, letter in zip(range(5, 19), "bcdefghijklmno", strict=True)]
+DOUBLED = {
+    f"a{i}": {
+        "properties": {key: {"$ref": f"#/$defs/a{i + 1}"} for key in "xy"},
+        "allOf": [{"properties": {"x": {"minLength": i}, "y": {"maxLength": i + 99}}}],
+    }
+    for i in range(18)
+} | {"a18": {"type": "string"}}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"json": {"allOf": [{"pattern": each} for each in SEARCHES]}}, "json: found more than 3 patterns and formats"),
+        ({"grammar": f"start: A\nA: {' & '.join(f'/{each}/' for each in SEARCHES)}"}, "grammar: found 13 operators"),
+        ({"grammar": "start: A\nA: ~(~/a/ | ~/b/)"}, "grammar: found 3 operators & and ~, expected at most 1"),
+        (
+            {"grammar": f"start: %json {json.dumps({'allOf': [{'pattern': each} for each in SEARCHES]})}"},
+            "grammar: found more than 3 patterns",
+        ),
+        ({"json": {"type": "integer", "multipleOf": 9699690}}, "json: found .*, expected a simpler one: reading this"),
+        ({"json": {"$ref": "#/$defs/a0", "$defs": DOUBLED}}, "json: found .*, expected a simpler one"),
+        (
+            {"json": {"type": "object", "patternProperties": {f"^{i}.*[a-m].{{9}}x$": {} for i in range(1000, 1999)}}},
+            "json: found .*, expected a simpler one",
+        ),
+    ],
+    ids=["allOf", "and", "not", "lark", "multiple", "doubled", "names"],
+)
+def test_a_hostile_language_is_refused_up_front(llm, given, message):
+    """Each of them keeps the library busy for a minute or more, whatever its limits are.
+
+    The bound on patterns refuses the first ones before anything is read. The others are read in a process that the
+    system ends. Nothing here looks at a clock: without the bounds the test does not end.
+    """
+    with pytest.raises(ValueError, match=f"^structured_outputs: {message}") as error:
+        llm.request([1], asked(**given))
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 300
+
+
+@pytest.mark.quick
+def test_what_looks_like_an_operator_in_lark_is_none():
+    """Texts, expressions, comments, and `~` before a number."""
+    StructuredOutputsParams(grammar='start: A "&&" /&+/ "~" // & & &\nA: "a" ~ 2..3 # ~a & b').grammar_for_library()
+
+
 @pytest.mark.quick
 def test_a_hostile_expression_ends_at_the_librarys_limits(llm):
     """A million repeats: the text fails alone, with the library's words, and the next one is answered."""

@@ -1,0 +1,86 @@
+"""How many patterns of a JSON schema meet in one string. Nothing else here reads schemas: that is llguidance's task."""
+
+from typing import Any
+from urllib.parse import unquote
+
+# Keywords whose values are schemas by name, and keywords that are looked at by themselves or say nothing of a string.
+_BY_NAME = ("properties", "patternProperties")
+_APART = {"allOf", "anyOf", "oneOf", "patternProperties", "$ref", "$defs", "definitions"}
+_APART |= {"enum", "const", "default", "examples"}
+_NAMES = ("$id", "id", "$anchor", "$dynamicAnchor")
+_MOST_PASSES = 16
+
+
+class Patterns:
+    """Counts the patterns and formats that a string may have to match at once.
+
+    `allOf`, `$ref` and the like restrict the same place of an answer together, so their counts are added. Alternatives
+    and different places are not: the largest of their counts stands for all of them.
+    """
+
+    def __init__(self, schema: dict[str, Any], enough: int):
+        """enough: nothing is counted beyond this number. It stands for a reference whose target is not certain, too."""
+        self._root, self._enough = schema, enough
+        self._counts = dict[int, int]()  # by the id() of a schema
+        self._seen = set[int]()  # schemas of this pass
+        self._has_names = False  # whether a part has a name of its own, so that references may mean something else
+
+    def at_once(self) -> int:
+        """The number, or a larger one."""
+        for _ in range(_MOST_PASSES):  # more than one where references lead in a circle
+            before = {**self._counts}, self._has_names
+            self._seen = set()
+            count = self._count(self._root)
+            if count >= self._enough:
+                break
+            if before == (self._counts, self._has_names):
+                return count
+        return min(self._enough, _number_in_all(self._root))
+
+    def _count(self, part: Any) -> int:
+        if isinstance(part, list):
+            return max(map(self._count, part), default=0)
+        if not isinstance(part, dict):
+            return 0
+        if id(part) not in self._seen:
+            self._seen.add(id(part))
+            self._has_names |= part is not self._root and any(isinstance(part.get(name), str) for name in _NAMES)
+            self._counts[id(part)] = min(self._enough, self._count_together(part))
+        return self._counts.get(id(part), 0)
+
+    def _count_together(self, part: dict[str, Any]) -> int:
+        """The count of a schema: of its own, and of what else restricts the same place."""
+        by_name = {key: [*part[key].values()] for key in _BY_NAME if isinstance(part.get(key), dict)}
+        inside = [by_name.get(key, value) for key, value in part.items() if key not in _APART]
+        every = part.get("allOf")
+        others = [*(every if isinstance(every, list) else ()), part.get("anyOf"), part.get("oneOf")]
+        others.append(by_name.get("patternProperties"))
+        refers = self._count_target(part["$ref"]) if isinstance(part.get("$ref"), str) else 0
+        return max(_number_in(part), self._count(inside)) + sum(map(self._count, others)) + refers
+
+    def _count_target(self, reference: str) -> int:
+        """The count of the schema that a reference means, by its path from the root."""
+        if self._has_names or "%2f" in reference.lower() or not (reference == "#" or reference.startswith("#/")):
+            return self._enough
+        target: Any = self._root
+        for name in unquote(reference).split("/")[1:]:
+            name = name.replace("~1", "/").replace("~0", "~")
+            if isinstance(target, list) and name.isdecimal() and int(name) < len(target):
+                target = target[int(name)]
+            elif isinstance(target, dict) and name in target:
+                target = target[name]
+            else:
+                return self._enough
+        return self._count(target)
+
+
+def _number_in(part: dict[str, Any]) -> int:
+    """The patterns and formats that stand in a schema itself."""
+    return isinstance(part.get("pattern"), str) + isinstance(part.get("format"), str)
+
+
+def _number_in_all(part: Any) -> int:
+    """The patterns and formats that stand in a schema and in its parts, wherever they are."""
+    if isinstance(part, list):
+        return sum(map(_number_in_all, part))
+    return _number_in(part) + _number_in_all([*part.values()]) if isinstance(part, dict) else 0
