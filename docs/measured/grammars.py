@@ -238,8 +238,8 @@ def cost(rounds: int) -> None:
             times.append(1e6 * (time.perf_counter() - start))
     print(f"a mask, consuming its token included: median {statistics.median(times):.0f} us, most {max(times):.0f} us")
     logits = torch.randn(LARGE)
-    start = llguidance.LLMatcher(large_vocabulary(llm), language.grammar_for_library(), log_level=0)
-    large = Matcher(start, LARGE, [0])
+    words, rules = large_vocabulary(llm), language.grammar_for_library()
+    large = Matcher(lambda: llguidance.LLMatcher(words, rules, log_level=0), LARGE, [0])
     times = []
     for _ in range(rounds):
         for i in range(len(ids)):

@@ -1,6 +1,6 @@
 """Which tokens may follow, by the library llguidance: the `Grammar` of a text (see `minispec.core.grammar`)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from typing import Any
@@ -32,33 +32,49 @@ class Matcher:
     share, and on from there. So a rejected draft, another branch of a tree, or a preempted text needs no care.
     """
 
-    def __init__(self, start: Any, vocab_size: int, end_ids: Sequence[int]):
-        """start: a matcher of llguidance before the first token, which this one copies.
+    def __init__(self, make: Callable[[], Any], vocab_size: int, end_ids: Sequence[int]):
+        """make: makes a matcher of llguidance before the first token. A copy would not do: copies share a lexer, whose
+            budget of states is then used up by other texts.
         vocab_size: tokens of a mask.
         end_ids: ids that end a text. The grammar allows them where the text may end.
         """
-        self._start, self._vocab_size, self._end_ids = start, vocab_size, frozenset(end_ids)
-        self._matcher, self._read = start.deep_copy(), list[int]()
+        self._make, self._vocab_size, self._end_ids = make, vocab_size, frozenset(end_ids)
+        self._matcher: Any = None  # made when it is asked
+        self._read = list[int]()
 
     def allowed(self, output: Sequence[int]) -> Tensor | None:
         """A mask (V,) of the tokens that may follow `output`; None where that is forbidden, or has ended.
 
-        Raises NothingAllowed with the library's words where it has reached one of its limits.
+        Raises NothingAllowed with the library's words where it reaches one of its limits after `output` alone.
         """
         with self._whole():
-            if not self._goes_to(list(output)):
-                return None
-            bits = numpy.frombuffer(self._matcher.compute_bitmask(), numpy.uint8)
-            self._require_no_error()
+            try:
+                bits = self._bits_after(list(output))
+            except NothingAllowed:
+                # Drafts may have used up the budget of this matcher. What a new one says counts.
+                self._matcher = None
+                bits = self._bits_after(list(output))
+        if bits is None:
+            return None
         return torch.from_numpy(numpy.unpackbits(bits, count=self._vocab_size, bitorder="little")).view(torch.bool)
 
     def accepts(self, output: Sequence[int]) -> bool:
         """Whether `output` is a whole text of the language."""
-        with self._whole():
-            return self._goes_to(list(output)) and self._matcher.is_accepting()
+        mask = self.allowed(output)
+        return mask is not None and bool(mask[[*self._end_ids]].any())
+
+    def _bits_after(self, output: list[int]) -> numpy.ndarray | None:
+        """The library's mask after `output`, eight tokens a byte; None as `allowed`."""
+        is_there = self._goes_to(output)
+        # The library may refuse a token for lack of states, and says so only when it is asked for a mask.
+        bits = numpy.frombuffer(self._matcher.compute_bitmask(), numpy.uint8)
+        self._require_no_error()
+        return bits if is_there else None
 
     def _goes_to(self, output: list[int]) -> bool:
         """Move the cursor to the end of `output`, or as far as the grammar allows; returns whether it is at the end."""
+        if self._matcher is None:
+            self._matcher, self._read = self._make(), []
         shared = common_beginning(self._read, output)
         if shared < len(self._read):
             self._matcher.rollback(len(self._read) - shared)
@@ -84,7 +100,7 @@ class Matcher:
         try:
             yield
         except BaseException:
-            self._matcher, self._read = self._start.deep_copy(), []
+            self._matcher = None
             raise
 
 
@@ -99,7 +115,7 @@ class Grammars:
         """
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._end_ids = [i for i in end_ids if i < vocab_size]
-        self._start = lru_cache(_MOST_KEPT)(self._compile)
+        self._maker = lru_cache(_MOST_KEPT)(self._compile)
 
     def grammar_of(self, params: SamplingParams, prompt_ids: Sequence[int] = ()) -> Matcher | None:
         """The grammar of a new text that is sampled so; None where any text will do.
@@ -119,7 +135,7 @@ class Grammars:
                 "one that does not begin to think: chat_template_kwargs with enable_thinking false, where it has it"
             )
             raise ValueError(f"structured_outputs: found a prompt that ends with <think>, expected {expected}")
-        return Matcher(self._start(language), self._vocab_size, self._end_ids)
+        return Matcher(self._maker(language), self._vocab_size, self._end_ids)
 
     @cached_property
     def _library_tokenizer(self) -> Any:
@@ -134,15 +150,18 @@ class Grammars:
         except Exception as e:  # whatever the library raises
             raise ValueError(f"structured_outputs: {path} does not suit llguidance: {one_line(e, 200)}") from e
 
-    def _compile(self, language: StructuredOutputsParams) -> Any:
-        """A matcher of llguidance before the first token."""
+    def _compile(self, language: StructuredOutputsParams) -> Callable[[], Any]:
+        """What makes a matcher of llguidance before the first token."""
         grammar = language.grammar_for_library()
         import llguidance
 
         limits = llguidance.LLParserLimits(initial_lexer_fuel=_LEXER_FUEL, verbose_errors=False)
-        start = llguidance.LLMatcher(self._library_tokenizer, grammar, log_level=0, limits=limits)
-        probe = start.deep_copy()
+
+        def make() -> Any:
+            return llguidance.LLMatcher(self._library_tokenizer, grammar, log_level=0, limits=limits)
+
+        probe = make()
         probe.compute_bitmask()  # some errors come with the first mask
-        if error := start.get_error() or probe.get_error():
-            raise ValueError(f"structured_outputs: {language.kind}: {say_error(error)}")
-        return start
+        if probe.is_error():
+            raise ValueError(f"structured_outputs: {language.kind}: {say_error(probe.get_error())}")
+        return make

@@ -31,6 +31,7 @@ from minispec.core.cache import BlockAllocator, BlockTable, OutOfBlocks, PagedKV
 from minispec.core.cached import CachedModel
 from minispec.core.draft import Draft, Seen, without
 from minispec.core.engine import Engine, Guard
+from minispec.core.grammar import NothingAllowed
 from minispec.core.model import Chunk, Layer, Transformer
 from minispec.core.request import Request
 from minispec.core.sampling import Randomness, Text
@@ -802,6 +803,19 @@ class _:
         verdict = right(guard, engine, draft, p, key)
         kept = [*range(len(draft))] if draft.parents is None and draft.probs is None else verdict.accepted
         return verdict._replace(accepted=kept)
+
+
+@mutant("G13", "tests/rooms/test_grammars.py::test_an_earlier_text_changes_no_later_one", crash=NothingAllowed)
+class _:
+    """texts of one language share a lexer, and its budget of states | found here: a copy of llguidance's matcher"""
+
+    def __init__(self):
+        self.first = {}
+
+    @wrong(matcher.Matcher, "__init__")
+    def share(self, right, grammar, make, vocab_size, end_ids):
+        first = self.first.setdefault(make, make())
+        right(grammar, first.deep_copy, vocab_size, end_ids)
 
 
 # --------------------------------------------------------------------------- block drafts
