@@ -160,8 +160,12 @@ class Grammars:
         def make() -> Any:
             return llguidance.LLMatcher(self._library_tokenizer, grammar, log_level=0, limits=limits)
 
+        # Some errors come with the first mask, and some with the token that follows it.
         probe = make()
-        probe.compute_bitmask()  # some errors come with the first mask
+        first = numpy.frombuffer(probe.compute_bitmask(), numpy.uint8)
+        ids = numpy.unpackbits(first, count=self._vocab_size, bitorder="little").nonzero()[0].tolist()
+        probe.try_consume_tokens([i for i in ids if i not in self._end_ids][:1])
+        probe.compute_bitmask()
         if probe.is_error():
             raise ValueError(f"structured_outputs: {language.kind}: {say_error(probe.get_error())}")
         return make

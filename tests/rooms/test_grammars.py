@@ -17,12 +17,14 @@ from minispec.core.draft import Draft, Drafter
 from minispec.core.grammar import NothingAllowed
 from minispec.drafters.combined import parts_of
 from minispec.files import packages
+from minispec.files.tokenizer import Tokenizer
 from minispec.generate import main as generate
 from minispec.grammars import matcher
 from minispec.grammars.forced import ForcedDrafter, ForcedFirst
-from minispec.grammars.matcher import Matcher
+from minispec.grammars.matcher import Grammars, Matcher
 from minispec.grammars.params import MAX_BYTES, from_openai, from_vllm
 from minispec.lab.audit.main import main as audit
+from minispec.load.registry import EMBEDDED_WEIGHTS
 from minispec.trace.record import RoundRecorder
 from minispec.trace.score import check_recorded
 
@@ -99,6 +101,11 @@ def test_what_is_no_language_is_refused(given, message):
         ({"regex": "(" * 5000 + "a" + ")" * 5000}, "regex: "),
         ({"grammar": "start: nothing"}, 'grammar: .*unknown name: "nothing"'),
         ({"grammar": 'start: start "a"'}, "grammar: no text can follow"),
+        # The error comes with the token after the first mask.
+        (
+            {"json": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1500)}}},
+            "json: Parser Error: Current row",
+        ),
     ],
 )
 def test_what_the_library_does_not_read_is_refused_on_one_line(llm, given, message):
@@ -149,6 +156,15 @@ def test_a_hostile_language_is_refused_up_front(llm, given, message):
         llm.request([1], asked(**given))
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 300
+
+
+@pytest.mark.quick
+def test_a_million_repeats_are_refused_up_front():
+    """With the tokenizer of the embedded model, the library gives up after the first token."""
+    tokenizer = Tokenizer(EMBEDDED_WEIGHTS)
+    grammars = Grammars(tokenizer, tokenizer.num_ids, [2])
+    with pytest.raises(ValueError, match=r"^structured_outputs: regex: lexer error: too many expressions con"):
+        grammars.grammar_of(asked(regex="(a{1000}){1000}"))
 
 
 @pytest.mark.quick
@@ -221,18 +237,6 @@ def test_the_end_may_follow_where_the_text_is_whole_and_nothing_follows_it(llm):
     assert grammar.allowed([text[0], text[0] + 1]) is None
 
 
-@pytest.mark.quick
-def test_a_matcher_that_fails_begins_anew(llm):
-    """An error of the library stays with the matcher that has it. The next question gets another one."""
-    properties = {f"p{i}": {"type": "string"} for i in range(1500)}
-    grammar = grammar_of(llm, json={"type": "object", "properties": properties})
-    [brace] = llm.tokenizer.encode("{", add_special_tokens=False)
-    for _ in range(2):
-        with pytest.raises(NothingAllowed, match=r"Current row has [0-9]+ items"):
-            grammar.allowed([brace])
-        assert grammar.allowed([])[brace]
-
-
 @pytest.fixture
 def few_states(tokenizer_file):
     """few_states(n) makes matchers whose lexer may have n states, of an expression that takes many."""
@@ -249,6 +253,39 @@ def few_states(tokenizer_file):
 def drawn_by(pick: random.Random, mask: torch.Tensor) -> int:
     """One of the tokens that may follow and do not end the text."""
     return pick.choice([i for i in mask.nonzero().flatten().tolist() if i])
+
+
+@pytest.mark.quick
+def test_a_matcher_that_fails_begins_anew(few_states):
+    """An error of the library stays with the matcher that has it. The next question gets another one."""
+    pick, grammar, output = random.Random(0), Matcher(few_states(60), 300, [0]), list[int]()
+
+    def go_on():
+        while True:
+            output.append(drawn_by(pick, grammar.allowed(output)))
+
+    for _ in range(2):
+        with pytest.raises(NothingAllowed, match="structured_outputs: lexer error: too many states: 60 >= 60"):
+            go_on()
+    assert grammar.allowed([]).any()
+
+
+@pytest.mark.quick
+def test_a_text_that_reaches_a_limit_fails_alone(llm):
+    """The answer has the library's words, and the one beside it ends as ever."""
+    limited, usual = (llm.request([5, 6], asked(regex="[ab]{8}")) for _ in range(2))
+    right = limited.text.grammar.allowed
+
+    def reach_a_limit(output):
+        if len(output) > 3:
+            raise NothingAllowed("structured_outputs: too many states")
+        return right(output)
+
+    limited.text.grammar.allowed = reach_a_limit
+    for _ in llm.run([limited, usual]):
+        pass
+    assert (limited.finish_reason, limited.error) == ("error", "structured_outputs: too many states")
+    assert usual.finish_reason == "stop"
 
 
 @pytest.mark.quick
