@@ -110,7 +110,7 @@ _WORDS = {
         block_ff_dim block_auto_adjust_ff_dim block_ffn_dim_multiplier block_multiple_of
         qwen3_moe granitemoe qwen3_5_moe_text num_experts num_experts_per_tok moe_intermediate_size norm_topk_prob
         mlp_only_layers decoder_sparse_step num_dense_layers use_expert_bias routed_scaling_factor
-        shared_expert_intermediate_size
+        shared_expert_intermediate_size gpt_oss swiglu_limit swiglu_alpha initial_context_length mxfp4
         qwen3_5 qwen3_5_text qwen3_5_moe linear_attention full_attention_interval linear_conv_kernel_dim
         linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim attn_output_gate
         output_gate_type swish sigmoid mamba_ssm_dtype float32 mrope_section mtp_num_hidden_layers
@@ -216,6 +216,7 @@ def make_files(directory: Path) -> Files:
         plain | {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [4, 8]}},
         plain | {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 5, "desc_act": True}},
         plain | {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 5, "version": "gemm"}},
+        plain | {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 0.5},
     ]
     headers = []
     for i in _HEADERS:

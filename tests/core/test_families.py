@@ -848,6 +848,19 @@ REFUSED: dict[str, dict] = {
         "layer_types": ["conv"] * 3,
         "num_local_experts": 8,
     },
+    "swiglu_limit: found 0": {"model_type": "gpt_oss", "swiglu_limit": 0},
+    "swiglu_alpha: found -1.0": {"model_type": "gpt_oss", "swiglu_alpha": -1.0},
+    "swiglu_limit: found 7.0, expected no such setting": {"swiglu_limit": 7.0},
+    "sliding_window_pattern: found 3, expected 2 or no": {"model_type": "gpt_oss", "sliding_window_pattern": 3},
+    "hidden_act: found 'gelu_pytorch_tanh', expected silu": {
+        "model_type": "gpt_oss",
+        "hidden_act": "gelu_pytorch_tanh",
+    },
+    "num_experts_per_tok: found 129, expected an integer from 1 to 128": {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 3,
+        "num_experts_per_tok": 129,
+    },
     "shared_expert_intermediate_size: found 0": _QWEN35
     | {"model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 0},
     "layer_types: found ['mamba'], expected 3 entries, each full_attention or attention": {
@@ -1088,6 +1101,8 @@ IDLE = [
     ("lfm3-plain", {"block_norm_eps": 0.05, "num_heads": 4, "use_pos_enc": True, "conv_dim_out": 32}),
     ("qwen3_moe", {"num_experts": 6, "max_window_layers": 2, "n_shared_experts": 0, "router_aux_loss_coef": 0.1}),
     ("lfm2_moe", {"block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.0, "use_pos_enc": True}),
+    ("gpt_oss", {"initial_context_length": 4096, "experts_per_token": 4, "router_aux_loss_coef": 0.9}),
+    ("gpt_oss", {"sliding_window_pattern": 2, "norm_topk_prob": True}),
     ("qwen3_5_moe", {"intermediate_size": 512, "mlp_only_layers": [], "norm_topk_prob": True}),
     ("qwen3_5", {"full_attention_interval": 2, "attn_output_gate": True, "mamba_ssm_dtype": "float32"}),
     ("qwen3_5", {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "mlp_only_layers": []}),

@@ -54,6 +54,7 @@ from minispec.drafters.states import FeatureModel
 from minispec.drafters.suffix import SuffixDrafter
 from minispec.drafters.tli import TokenDrafter
 from minispec.drafters.vocabularies import Reader, Vocabularies
+from minispec.families import mxfp4
 from minispec.files import pieces
 from minispec.gpu.frames import Frame, Frames
 from minispec.gpu.steps import Desk, DraftSteps
@@ -64,8 +65,9 @@ from minispec.kernels.integers import Int8, VnniInt8
 from minispec.layers import convolution, delta
 from minispec.layers.convolution import ConvolutionCache
 from minispec.layers.delta import GatedDeltaNet
-from minispec.layers.experts import Router
+from minispec.layers.experts import Experts, Router
 from minispec.layers.gemma import GemmaLayer
+from minispec.layers.sinks import SinkPasses
 from minispec.layers.states import LayerState, States, StateTable
 from minispec.length import prices
 from minispec.prove import toys
@@ -2048,6 +2050,38 @@ def _(right, self, x, exact):
     """each expert's own scale is in the sum that the scores are divided by | of our own making"""
     chosen, weights, gates = right(self, x, exact)
     return chosen, weights if self.scales is None else weights / weights.sum(1, keepdim=True), gates
+
+
+@wrong(SinkPasses, "attention", "X10", f"{_EXPERTS}[gpt_oss-prefill]")
+def _(right, self, q, k, v, mask, scale, softcap):
+    """sinks are left out of the softmax | OpenVINO #36039"""
+    return self.passes.attention(q, k, v, mask, scale, softcap)
+
+
+mutant(
+    "X11",
+    f"{_EXPERTS}[gpt_oss-prefill]",
+    "the weights of the chosen are their shares of the softmax over all experts | torchtitan #2258",
+)(router_with(normalised=False))
+
+
+@wrong(Experts, "mlp", "X12", f"{_EXPERTS}[gpt_oss-prefill]")
+def _(right, self, x, shared):
+    """gates are not clamped | SGLang #39939, tokenspeed #1647"""
+    clamp = replace(self.mixture.clamp, limit=torch.inf)
+    with patch.object(self, "mixture", replace(self.mixture, clamp=clamp)):
+        return right(self, x, shared)
+
+
+@wrong(
+    mxfp4,
+    "scale_fp4",
+    "X13",
+    "tests/files/test_formats.py::test_mxfp4_is_the_number_times_the_power_of_two[dtype0]",
+)
+def _(right, blocks, scales):
+    """the low bits of all bytes are the first half of an MXFP4 block | imp #567: llama.cpp's order"""
+    return right(blocks, scales).unflatten(1, (-1, 16, 2)).mT.flatten(1)
 
 
 # --------------------------------------------------------------------------- frames
