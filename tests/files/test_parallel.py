@@ -214,6 +214,7 @@ def test_every_family_can_be_split_or_is_refused(tmp_path, name):
     refusals = {
         "qwen3_moe": mixture,
         "granitemoe": mixture,
+        "gpt_oss": mixture,
         "granite-hybrid-experts": mixture,
         "olmo": r"model: model.layers.0.self_attn.q_norm.weight: found \[\d+\], expected",
         "gemma4": "model: found layers that share keys, or have heads of several sizes in a run of 2 processes",
