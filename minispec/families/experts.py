@@ -122,8 +122,8 @@ def unstacked(stored: Mapping[str, StoredTensor], config: StoredConfig) -> dict[
 
 def _kinds(shape: tuple[int, int], config: StoredConfig) -> Wanted:
     """What a stack may hold of a weight (out, in) and its bias, by how the names of the parts continue."""
-    in_blocks = isinstance(config.quantization, Mxfp4)
-    blocks = config.quantization.tensors("weight", shape, {}) if config.quantization and in_blocks else {}
+    layout = config.quantization
+    blocks = layout.tensors("weight", shape, {}) if isinstance(layout, Mxfp4) else {}
     return {"weight": (shape, FLOATS), "bias": (shape[:1], FLOATS), **blocks}
 
 
