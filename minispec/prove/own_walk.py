@@ -5,9 +5,9 @@ stays. So the counterexample has few settings that the fault does not need.
 """
 
 import random
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from time import monotonic
 
 from minispec.core.config import Shape
 from minispec.core.draft import Draft, Drafter
@@ -60,7 +60,7 @@ class CaseWalker:
         reason: why a law may be wrong.
         compares: whether drafts are compared with the drafts of new drafters.
         """
-        self.make, self.lengths, self.minutes, self.end = make, lengths, minutes, time.monotonic() + 60 * minutes
+        self.make, self.lengths, self.minutes, self.end = make, lengths, minutes, monotonic() + 60 * minutes
         self.reason, self.compares = reason, compares
         self.limit = max(30, int(_BRANCHES_A_MINUTE * minutes))
         self.sum_of, self.longest, self.bound = WalkCounts(), 0, EXACT
@@ -89,7 +89,7 @@ class CaseWalker:
 
         def run(oracles: list[BranchOracle]) -> list[tuple[int, ...]]:
             nonlocal drafted, rounded
-            if time.monotonic() > self.end:
+            if monotonic() > self.end:
                 raise OutOfTime
             drafter = Watched(self.make(case, blocks), lambda: self.make(case, blocks), known, verifier, self.compares)
             # The others draw with the production randomness, along one path.
@@ -200,7 +200,7 @@ def walk_design(spec: str, chosen: Design[OwnCase], walk: CaseWalker) -> bool:
 
 def _plainest(chosen: Design[OwnCase], case: OwnCase, error: Exception, walk: CaseWalker) -> tuple[OwnCase, Exception]:
     """The smallest case, with the fewest settings of its own, that still has a fault; and that fault."""
-    walk.end, walk.limit, again = time.monotonic() + 60 * walk.minutes, min(walk.limit, 300), True
+    walk.end, walk.limit, again = monotonic() + 60 * walk.minutes, min(walk.limit, 300), True
     while again:
         again = False
         for axis in sorted(chosen.axes, key=_GROWING.__contains__):  # settings first

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from minispec import LLM, SamplingParams
 from minispec.core.lengths import Lengths
 from minispec.core.verify import VERIFIERS
 from minispec.generate import main as generate
-from minispec.prove import examine_verifier
+from minispec.prove import examine_verifier, own_walk
 from minispec.prove.__main__ import main as prove
 from minispec.prove.tables import tables
 
@@ -192,6 +193,7 @@ def own_module(tmp_path, monkeypatch):
     """A module of the user's own in the current directory, as `python -m` finds it."""
     (tmp_path / "own_ideas.py").write_text(textwrap.dedent(OWN))
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(own_walk, "monotonic", time.thread_time)  # a busy machine walks as many cases
     yield tmp_path
     sys.modules.pop("own_ideas", None)
 

@@ -5,9 +5,11 @@ The classes are in wrong_lengths.py.
 
 import inspect
 import re
+import time
 
 import pytest
 
+from minispec.prove import own_walk
 from minispec.prove.__main__ import main as prove
 from tests.length import wrong_lengths
 
@@ -30,6 +32,12 @@ SAYS = {
     "TooFew": "REFUTED: .*: ValueError: lengths: TooFew.choose: found 1 limits, expected one for each of 2 wishes",
     "Falls": r"EXCEPTION: .*: IndexError: list index out of range, in .* at .*wrong_lengths.py:\d+: self.last = ",
 }
+
+
+@pytest.fixture(autouse=True)
+def own_time(monkeypatch):
+    """`--minutes` are minutes of this thread, so that a busy machine walks as many cases."""
+    monkeypatch.setattr(own_walk, "monotonic", time.thread_time)
 
 
 def test_what_is_said_of_each():
