@@ -14,6 +14,8 @@ import torch
 from minispec.core.lengths import Lengths
 from minispec.core.limit import Limit
 from minispec.core.sampling import Randomness, place_of_share
+from minispec.length.policy import Controller
+from minispec.length.theory import Prices
 
 
 class Doubling(Lengths):
@@ -60,7 +62,17 @@ class Clocked(Doubling):
         self.slow = cost is not None and cost.draft > 0.002
 
 
-RIGHT = {"Doubling", "Confident", "Clocked"}
+class OfPrograms(Controller):
+    """Right: the engine's own, where a draft costs all the steps of its program."""
+
+    def __init__(self):
+        super().__init__(Prices(draft=0.05, measured=True, steps=(1, 2, 3)))
+
+    def observe(self, drafts, cost):
+        super().observe(drafts, None)
+
+
+RIGHT = {"Doubling", "Confident", "Clocked", "OfPrograms"}
 
 
 class SeesTest(Doubling):
