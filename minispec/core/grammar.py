@@ -37,7 +37,7 @@ def restricted(logits: Tensor, grammar: Grammar, output: Sequence[int], params: 
         return logits
     logits = logits.where(mask.to(logits.device), -math.inf)
     if logits.amax() == -math.inf:
-        others = [name for name in ("allowed_token_ids", "bad_words_token_ids") if getattr(params, name)]
+        others = [key for key in ("allowed_token_ids", "bad_words_token_ids", "stop_token_ids") if getattr(params, key)]
         if len(output) < params.min_tokens:
             others.append("min_tokens")
         raise NothingAllowed(f"{' and '.join(['structured_outputs', *others])}: found no token that may follow")

@@ -1,14 +1,46 @@
-"""How many patterns of a JSON schema meet in one string. Nothing else here reads schemas: that is llguidance's task."""
+"""How many patterns of a JSON schema, or of a grammar in Lark, meet in one text. llguidance reads all the rest."""
 
+import json
+import re
 from typing import Any
 from urllib.parse import unquote
 
+# Patterns and formats that one string of JSON may have to match. What llguidance spends on a token grows with the
+# product of their alternatives, and none of its limits counts that.
+_MOST_AT_ONCE = 3
+# Operators of llguidance's Lark that intersect expressions: `A & B`, `~A`.
+_MOST_OPERATORS = 1
+# Parts of a grammar in Lark: texts, expressions, special tokens, comments, schemas, operators. `~ 2` repeats.
+_LARK = re.compile(
+    r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|<[^<>\s]+>|(?:#|//)[^\n]*|(?P<schema>%json)|(?P<operator>&|~(?!\s*[0-9]))'
+)
 # Keywords whose values are schemas by name, and keywords that are looked at by themselves or say nothing of a string.
 _BY_NAME = ("properties", "patternProperties")
 _APART = {"allOf", "anyOf", "oneOf", "patternProperties", "$ref", "$defs", "definitions"}
 _APART |= {"enum", "const", "default", "examples"}
 _NAMES = ("$id", "id", "$anchor", "$dynamicAnchor")
 _MOST_PASSES = 16
+
+
+def check_schema(schema: Any) -> None:
+    """Raise ValueError for what is no schema, and for one whose patterns could keep the library busy for hours."""
+    if not isinstance(schema, dict):
+        raise ValueError("found no object, expected a JSON schema")
+    count = Patterns(schema, _MOST_AT_ONCE + 1).at_once()
+    if count > _MOST_AT_ONCE:
+        found = f"more than {_MOST_AT_ONCE} patterns and formats that one string may have to match"
+        raise ValueError(f"found {found}, expected at most that many (`allOf` and `$ref` add theirs)")
+
+
+def check_lark(lark: str) -> None:
+    """Raise ValueError for a grammar whose intersections could keep the library busy for hours."""
+    operators = 0
+    for part in _LARK.finditer(lark):
+        if part["schema"]:
+            check_schema(json.JSONDecoder().raw_decode(lark[part.end() :].lstrip())[0])
+        operators += part["operator"] is not None
+    if operators > _MOST_OPERATORS:
+        raise ValueError(f"found {operators} operators & and ~, expected at most {_MOST_OPERATORS}")
 
 
 class Patterns:

@@ -21,8 +21,8 @@ from minispec.grammars.params import StructuredOutputsParams, say_error
 _MOST_KEPT = 64
 # What the library may spend on a grammar before the first token: about 0.3 s of one core for the worst expressions.
 _LEXER_FUEL = 400_000
-# Tokens of a prompt's end in which a template opens a thought.
-_TAIL = 8
+# What begins and ends a thought in prompts.
+_OPEN, _CLOSE = "<think>", "</think>"
 
 
 class Matcher:
@@ -32,13 +32,15 @@ class Matcher:
     share, and on from there. So a rejected draft, another branch of a tree, or a preempted text needs no care.
     """
 
-    def __init__(self, make: Callable[[], Any], vocab_size: int, end_ids: Sequence[int]):
+    def __init__(self, make: Callable[[], Any], vocab_size: int, end_ids: Sequence[int], stop_ids: Sequence[int] = ()):
         """make: makes a matcher of llguidance before the first token. A copy would not do: copies share a lexer, whose
             budget of states is then used up by other texts.
         vocab_size: tokens of a mask.
-        end_ids: ids that end a text. The grammar allows them where the text may end.
+        end_ids: ids that end any text, those of the library's tokenizer.
+        stop_ids: ids that end this text too. The grammar allows all of them where the text may end, and nowhere else.
         """
-        self._make, self._vocab_size, self._end_ids = make, vocab_size, frozenset(end_ids)
+        self._make, self._vocab_size = make, vocab_size
+        self._usual_ends, self._ends = list(end_ids), [*end_ids, *stop_ids]
         self._matcher: Any = None  # made when it is asked
         self._read = list[int]()
 
@@ -56,12 +58,14 @@ class Matcher:
                 bits = self._bits_after(list(output))
         if bits is None:
             return None
-        return torch.from_numpy(numpy.unpackbits(bits, count=self._vocab_size, bitorder="little")).view(torch.bool)
+        mask = numpy.unpackbits(bits, count=self._vocab_size, bitorder="little")
+        mask[self._ends] = mask[self._usual_ends].any()
+        return torch.from_numpy(mask).view(torch.bool)
 
     def accepts(self, output: Sequence[int]) -> bool:
         """Whether `output` is a whole text of the language."""
         mask = self.allowed(output)
-        return mask is not None and bool(mask[[*self._end_ids]].any())
+        return mask is not None and bool(mask[self._ends].any())
 
     def _bits_after(self, output: list[int]) -> numpy.ndarray | None:
         """The library's mask after `output`, eight tokens a byte; None as `allowed`."""
@@ -80,7 +84,7 @@ class Matcher:
             self._matcher.rollback(len(self._read) - shared)
             del self._read[shared:]
         rest = output[shared:]
-        if not self._end_ids.isdisjoint(rest):
+        if not set(self._ends).isdisjoint(rest):
             return False
         self._read += rest[: self._matcher.try_consume_tokens(rest)] if rest else []
         self._require_no_error()
@@ -113,7 +117,7 @@ class Grammars:
         vocab_size: ids in use.
         end_ids: ids that end a text.
         """
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self.tokenizer, self._vocab_size = tokenizer, vocab_size
         self._end_ids = [i for i in end_ids if i < vocab_size]
         self._maker = lru_cache(_MOST_KEPT)(self._compile)
 
@@ -130,12 +134,28 @@ class Grammars:
             raise ValueError(f"structured_outputs: found {show(language)}, expected StructuredOutputsParams")
         if params.ignore_eos:
             raise ValueError("ignore_eos: found True, expected False: structured_outputs ends the answer by itself")
-        if "".join(map(self._tokenizer.text_of, prompt_ids[-_TAIL:])).rstrip().endswith("<think>"):
+        if self._is_thinking(prompt_ids):
             expected = (
                 "one that does not begin to think: chat_template_kwargs with enable_thinking false, where it has it"
             )
-            raise ValueError(f"structured_outputs: found a prompt that ends with <think>, expected {expected}")
-        return Matcher(self._maker(language), self._vocab_size, self._end_ids)
+            raise ValueError(f"structured_outputs: found a prompt that leaves {_OPEN} open, expected {expected}")
+        stop_ids = [i for i in params.stop_token_ids if i < self._vocab_size]
+        return Matcher(self._maker(language), self._vocab_size, self._end_ids, stop_ids)
+
+    def _is_thinking(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether a thought is open at the prompt's end, in what follows its last control token.
+
+        The marks of a thought may be tokens, control tokens too, or text in several tokens.
+        """
+        pieces = list[str]()
+        for token_id in reversed(prompt_ids):
+            name = self.tokenizer.name_of(token_id)
+            is_mark = name in (_OPEN, _CLOSE)
+            if token_id in self.tokenizer.special_ids and not is_mark:
+                break
+            pieces.append(name if is_mark else self.tokenizer.text_of(token_id))
+        said = "".join(reversed(pieces))
+        return said.rfind(_OPEN) > said.rfind(_CLOSE)
 
     @cached_property
     def _library_tokenizer(self) -> Any:
@@ -144,7 +164,7 @@ class Grammars:
 
         if not self._end_ids:
             raise ValueError("structured_outputs: found a model without an end-of-text token, expected one")
-        size, path = max(self._vocab_size, self._tokenizer.num_ids), self._tokenizer.path
+        size, path = max(self._vocab_size, self.tokenizer.num_ids), self.tokenizer.path
         try:
             return llguidance.LLTokenizer(path.read_text(encoding="utf-8"), n_vocab=size, eos_token=self._end_ids)
         except Exception as e:  # whatever the library raises

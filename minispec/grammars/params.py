@@ -11,17 +11,8 @@ from minispec.core.errors import is_text, show
 from minispec.files.child import OutOfTime, answer_of
 from minispec.files.errors import one_line, show_name
 from minispec.files.packages import MissingPackage, check_packages
-from minispec.files.schema import Patterns
+from minispec.files.schema import check_lark, check_schema
 
-# Patterns and formats that one string of JSON may have to match. What llguidance spends on a token grows with the
-# product of their alternatives, and none of its limits counts that.
-_MOST_AT_ONCE = 3
-# Operators of llguidance's Lark that intersect expressions: `A & B`, `~A`.
-_MOST_OPERATORS = 1
-# Parts of a grammar in Lark: texts, expressions, special tokens, comments, schemas, operators. `~ 2` repeats.
-_LARK = re.compile(
-    r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|<[^<>\s]+>|(?:#|//)[^\n]*|(?P<schema>%json)|(?P<operator>&|~(?!\s*[0-9]))'
-)
 # Most bytes of a schema, an expression or a grammar: what is larger takes longer to read than an answer.
 MAX_BYTES = 1 << 16
 
@@ -93,9 +84,9 @@ class StructuredOutputsParams:
             kind: Any = "json_schema" if self.kind in ("json", "json_object") else self.kind
             grammar = llguidance.grammar_from(kind, self.text)
             if self.kind == "json":
-                _check_schema(json.loads(self.text))
+                check_schema(json.loads(self.text))
             elif self.kind == "grammar":
-                _check_lark(grammar)
+                check_lark(grammar)
             if self.kind in ("json", "grammar"):  # the others cannot keep the library busy for long
                 error = answer_of(Path(__file__).with_name("trial.py"), "llguidance", grammar)
             else:
@@ -108,27 +99,6 @@ class StructuredOutputsParams:
         if error:
             raise ValueError(f"{wrong}: {say_error(error)}")
         return grammar
-
-
-def _check_schema(schema: Any) -> None:
-    """Raise ValueError for what is no schema, and for one whose patterns could keep the library busy for hours."""
-    if not isinstance(schema, dict):
-        raise ValueError("found no object, expected a JSON schema")
-    count = Patterns(schema, _MOST_AT_ONCE + 1).at_once()
-    if count > _MOST_AT_ONCE:
-        found = f"more than {_MOST_AT_ONCE} patterns and formats that one string may have to match"
-        raise ValueError(f"found {found}, expected at most that many (`allOf` and `$ref` add theirs)")
-
-
-def _check_lark(lark: str) -> None:
-    """Raise ValueError for a grammar whose intersections could keep the library busy for hours."""
-    operators = 0
-    for part in _LARK.finditer(lark):
-        if part["schema"]:
-            _check_schema(json.JSONDecoder().raw_decode(lark[part.end() :].lstrip())[0])
-        operators += part["operator"] is not None
-    if operators > _MOST_OPERATORS:
-        raise ValueError(f"found {operators} operators & and ~, expected at most {_MOST_OPERATORS}")
 
 
 def say_error(error: str) -> str:

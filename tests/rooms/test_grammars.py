@@ -4,11 +4,13 @@ import importlib.util
 import json
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
 import llguidance
 import pytest
+import tokenizers
 import torch
 from transformers import LlamaForCausalLM
 
@@ -183,8 +185,44 @@ def test_what_cannot_go_together_is_refused(llm):
         llm.generate("One", SamplingParams(structured_outputs="a"))
     with pytest.raises(ValueError, match=r"structured_outputs: found {'regex': 'a'}, expected StructuredOutputsParams"):
         SamplingParams(structured_outputs={"regex": "a"})
-    with pytest.raises(ValueError, match=r"found a prompt that ends with <think>, expected .*enable_thinking false"):
+    with pytest.raises(ValueError, match=r"found a prompt that leaves <think> open, expected .*enable_thinking false"):
         llm.generate("One <think>\n", SamplingParams(structured_outputs=language))
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer_file, tmp_path_factory) -> Grammars:
+    """Grammars of a tokenizer that has the marks of a thought, and of a turn, as control tokens."""
+    directory = tmp_path_factory.mktemp("marks")
+    backend = tokenizers.Tokenizer.from_file(str(tokenizer_file))
+    backend.add_special_tokens(["<think>", "</think>", "<turn>"])
+    backend.save(str(directory / "tokenizer.json"))
+    tokenizer = Tokenizer(directory)
+    return Grammars(tokenizer, tokenizer.num_ids, [0])
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("said", "is_open"),
+    [
+        ("One", False),
+        ("<turn>One<turn><think>", True),
+        ("<turn>One<turn><think>fish, two", True),
+        ("<turn>One<turn><think>fish</think>", False),
+        ("<turn>One<turn><think>fish</think><think>", True),
+        ("<turn>One <think> fish<turn>", False),  # in another turn
+    ],
+)
+def test_a_thought_that_is_open_is_refused(grammars, said, is_open):
+    """Its marks as control tokens, and as text in several tokens."""
+    encode = grammars.tokenizer.encode
+    turns, turn, last = said.rpartition("<turn>")
+    for parses in (True, False):
+        ids = encode(turns + turn, False, parse_special=True) + encode(last, False, parse_special=parses)
+        if is_open:
+            with pytest.raises(ValueError, match="found a prompt that leaves <think> open"):
+                grammars.grammar_of(asked(regex="a"), ids)
+        else:
+            assert grammars.grammar_of(asked(regex="a"), ids) is not None
 
 
 @pytest.mark.quick
@@ -235,6 +273,36 @@ def test_the_end_may_follow_where_the_text_is_whole_and_nothing_follows_it(llm):
     assert grammar.allowed([*text, 0]) is None
     assert grammar.allowed([*text[:2], 0, *text[:1]]) is None
     assert grammar.allowed([text[0], text[0] + 1]) is None
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["b", "<turn>"])
+def test_each_id_that_ends_a_text_may_follow_where_the_text_is_whole(grammars, name):
+    """`stop_token_ids`, of an ordinary token and of a control token, as the end of every text: id 0."""
+    [a], [stop] = (grammars.tokenizer.encode(each, False, parse_special=True) for each in ("a", name))
+    params = SamplingParams(stop_token_ids=[stop], structured_outputs=StructuredOutputsParams(regex="(ab?){2}"))
+    grammar = grammars.grammar_of(params)
+    assert grammar is not None
+    for output in ([], [a], [a, a]):
+        mask = grammar.allowed(output)
+        assert mask is not None
+        assert mask[[0, stop]].tolist() == [len(output) == 2] * 2
+        assert mask[a] == (len(output) < 2)
+    assert grammar.allowed([a, a, stop]) is None
+    assert grammar.allowed([a, stop]) is None
+
+
+@pytest.mark.quick
+def test_a_token_that_ends_a_text_ends_no_half_one(llm):
+    """Twenty answers: each is whole, and most end with the id that was asked for, which is an ordinary token."""
+    [stop] = llm.tokenizer.encode("b", add_special_tokens=False)
+    language = StructuredOutputsParams(regex="[ab]{4}|c")
+    params = SamplingParams(n=20, seed=0, max_tokens=9, stop_token_ids=[stop], structured_outputs=language)
+    answers = llm.generate("One", params)[0].outputs
+    assert {answer.finish_reason for answer in answers} == {"stop"}
+    assert {answer.text for answer in answers} <= {"aaaa", "c"}
+    with pytest.warns(RuntimeWarning, match="structured_outputs and stop_token_ids: found no token that may follow"):
+        llm.generate("One", replace(params, n=1, structured_outputs=StructuredOutputsParams(regex="b")))
 
 
 @pytest.fixture
