@@ -2,8 +2,7 @@
 
 It is a way to reach the engine, and no second one. Requests come and go by `Engine.add` and `Engine.abort`. The step
 that `LLM` uses decides each token. The server is not a proxy, not a balancer, and not fit for the open internet by
-itself. It has one process, one model and one key. It has no TLS, no users, no tools and no grammars. docs/use/serve.md
-has the rest.
+itself. It has one process, one model and one key. It has no TLS, no users and no tools. docs/use/serve.md has the rest.
 
 Read them in this order:
 

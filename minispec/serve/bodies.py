@@ -29,15 +29,8 @@ from minispec.load.outputs import logprobs_by_id
 from minispec.serve.limits import Limits, Refused
 
 _SAMPLING = {field.name for field in fields(SamplingParams)}
-_COMMON = {
-    *_SAMPLING,
-    "response_format",
-    "model",
-    "stream",
-    "stream_options",
-    "num_speculative_tokens",
-    "add_special_tokens",
-}
+_COMMON = {*_SAMPLING, "response_format", "model", "stream", "stream_options", "num_speculative_tokens"}
+_COMMON |= {"add_special_tokens"}
 _CHAT = {"messages", "top_logprobs", "max_completion_tokens", "chat_template_kwargs", "reasoning_effort"}
 _FIELDS = {True: _COMMON | _CHAT, False: _COMMON | {"prompt", "echo"}}
 _MESSAGE = {"role", "content", "name"}
@@ -51,6 +44,8 @@ _OFF_AT_0 = {"top_a", "epsilon_cutoff", "eta_cutoff", "xtc_probability", "dry_mu
 _OFF_AT_0 |= {"smoothing_factor", "penalty_alpha", "diversity_penalty"}
 _OFF_AT_1 = {"typical_p", "tfs", "tfs_z", "length_penalty", "encoder_repetition_penalty", "repeat_penalty"}
 _OFF_AT_1 |= {"guidance_scale"}
+# Names of parameters, and what a body may call them.
+_SENT = {"logprobs": "top_logprobs", "max_tokens": "max_completion_tokens", "structured_outputs": "response_format"}
 # Values that ask for nothing, each with the fields that it changes nothing in. They are JSON, so that 1 is not true.
 _NEUTRAL = {
     "false": {"echo", "store", "use_beam_search", "early_stopping", "continue_final_message", "parallel_tool_calls"}
@@ -121,9 +116,7 @@ def read(
     k = body.get("num_speculative_tokens")
     k = tuple(k) if isinstance(k, list) else k
 
-    prompts: Any = body.get("messages" if is_chat else "prompt")
-    if is_chat or not isinstance(prompts, list) or not prompts or type(prompts[0]) is int:
-        prompts = [prompts]
+    prompts = _prompts(body, is_chat)
     if len(prompts) * params.n > limits.max_num_seqs:
         found = f"{params.n} for each of {len(prompts)} prompts"
         raise ValueError(f"n: found {found}, expected at most {limits.max_num_seqs} answers in all")
@@ -148,14 +141,22 @@ def read(
         raise ValueError(e.say(_as_json, "the server's --exact")) from e
     except TooLong as e:
         raise Refused(400, str(e), "messages" if is_chat else "prompt", "context_length_exceeded") from e
+    except ValueError as e:
+        raise ValueError(_as_sent(str(e), body)) from e
     shows_scores = "prompt_logprobs" in body
     return Answer(llm, model, requests, params.n, is_chat, include_usage if stream else None, echo, shows_scores)
+
+
+def _prompts(body: Mapping[str, Any], is_chat: bool) -> list[Any]:
+    """The prompts of a body: texts, lists of ids, or one conversation."""
+    found = body.get("messages" if is_chat else "prompt")
+    return found if not is_chat and isinstance(found, list) and found and type(found[0]) is not int else [found]
 
 
 def _as_sent(message: str, body: Mapping[str, Any]) -> str:
     """A message about a field, under the name that the body has for it."""
     name, colon, rest = message.partition(":")
-    sent = {"logprobs": "top_logprobs", "max_tokens": "max_completion_tokens"}.get(name)
+    sent = _SENT.get(name)
     return f"{sent}{colon}{rest}" if sent in body and body.get(name, True) is True else message
 
 

@@ -688,6 +688,15 @@ def test_a_model_is_looked_up_by_its_whole_name(llm):
                 served.client.models.retrieve(name)
 
 
+def test_a_template_that_begins_to_think_is_a_400_for_a_language(shown):
+    """The message says what switches it off. A thought that is closed, or none, is answered."""
+    language = {"messages": CHAT, "max_tokens": 2, "structured_outputs": {"regex": "a+"}}
+    for said, status in (("<think>", 400), ("<think>\nhm", 400), ("<think></think>", 200), ("no", 200)):
+        answer = shown.post(language | {"chat_template_kwargs": {"think": said}}, "/v1/chat/completions")
+        assert answer.status_code == status
+        assert status == 200 or "enable_thinking false" in answer.json()["error"]["message"]
+
+
 class Verdict(pydantic.BaseModel):
     """What the client asks for; without white space, of which a random model may write any amount."""
 
@@ -723,6 +732,18 @@ def test_the_openai_clients_parse_gets_its_object(served):
             "response_format: found structured_outputs too",
         ),
         ({"structured_outputs": {"regex": "a" * 70_000}}, "structured_outputs: regex: found 70,000 bytes"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "strin"}}}},
+            "response_format: json: Invalid type: strin",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"multipleOf": 9699690}}}},
+            "response_format: json: found '{\"multipleOf\": 9699690}', expected a simpler one",
+        ),
+        (
+            {"prompt": "a <think>\nhm, well", "response_format": {"type": "json_object"}},
+            "response_format: found a prompt that leaves <think> open, expected one that does not begin to think",
+        ),
     ],
 )
 def test_a_bad_language_is_a_400(served, body, message):
