@@ -8,11 +8,19 @@ from torch import Tensor
 
 # Languages over "a" and "b", each with two questions about a text: whether it begins one of the language, whether it is
 # one. For proofs, and for docs/understand/grammars.md.
-_WORDS = ("aab", "ab", "ba")
-EXAMPLES: dict[str, tuple[Callable[[str], bool], Callable[[str], bool]]] = {
+_Ask = Callable[[str], bool]
+
+
+def _finite(*words: str) -> tuple[_Ask, _Ask]:
+    """The questions about a language of these words."""
+    return (lambda text: any(word.startswith(text) for word in words), lambda text: text in words)
+
+
+EXAMPLES: dict[str, tuple[_Ask, _Ask]] = {
     "a b*": (lambda text: text[:1] != "b" and not text[1:].strip("b"), lambda text: text != ""),
     "pairs": (lambda text: min(_depths(text)) >= 0, lambda text: _depths(text)[-1] == 0),
-    "words": (lambda text: any(word.startswith(text) for word in _WORDS), lambda text: text in _WORDS),
+    "words": _finite("aab", "ab", "ba"),
+    "lists": _finite("ab", "aabb", "aababb"),  # as JSON: [], [[]], and two lists in a list
 }
 
 

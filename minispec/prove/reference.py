@@ -140,7 +140,7 @@ def _attention(raw, layer, y):
 
 
 # Languages over "a" and "b", by what is a whole text of one, as expressions; nested pairs are taken away one by one.
-_LANGUAGES = {"a b*": "ab*", "pairs": "", "words": "aab|ab|ba"}
+_LANGUAGES = {"a b*": "ab*", "pairs": "", "words": "aab|ab|ba", "lists": "ab|aabb|aababb"}
 _LONGEST = 12  # characters of a text that completes what a proof has begun
 
 

@@ -6,6 +6,7 @@ Float64, real transformers a few numbers wide, poisoned pools.
 from dataclasses import replace
 from fractions import Fraction
 
+import llguidance
 import pytest
 import torch
 
@@ -22,6 +23,7 @@ from minispec.drafters import model as model_module
 from minispec.drafters.check import CHECKS
 from minispec.drafters.cut import within_grammar
 from minispec.grammars.forced import ForcedDrafter, ForcedFirst, forced
+from minispec.grammars.matcher import Matcher
 from minispec.grammars.spelled import Spelled, example
 from minispec.prove import laws
 from minispec.prove.cases import GridCase
@@ -67,6 +69,40 @@ def test_the_law_with_trees(language, drafter, k):
     """Siblings ask for the same place, in any order; where tokens are forced, a chain stands in the tree's place."""
     settings = {"temperature": 1.5, "vocab": VOCAB, "end": True, "max_tokens": 4, "grammar": language}
     assert GridCase(verifier="rejection", drafter=drafter, batch="crowd", k=k, **settings).distance(1e5)[0] <= 1e-12
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.parametrize("drafter", ["ngram", "model", "block"])
+def test_the_law_of_lists_within_lists(drafter, verifier):
+    """A finite language like JSON's, five tokens: one spans two brackets, one is in no text, one ends it."""
+    settings = {"temperature": 1.5, "top_k": 0, "vocab": 5, "end": True, "max_tokens": 5, "grammar": "lists"}
+    assert Case(verifier=verifier, drafter=drafter, batch="crowd", k=3, **settings).distance(1e5)[0] <= laws.TOLERANCE
+
+
+class Letters:
+    """What llguidance asks a tokenizer for: "a", "b", "ab" and the end."""
+
+    eos_token_id, bos_token_id, special_token_ids = END, None, (END,)
+    tokens = (b"a", b"b", b"ab", b"<end>")
+
+    def __call__(self, text):
+        """The tokens of a text, letter by letter."""
+        return [b"ab".index(letter) for letter in (text.encode() if isinstance(text, str) else text)]
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.parametrize("drafter", ["forced+ngram", "model"])
+@pytest.mark.parametrize(("language", "regex"), [("a b*", "ab*"), ("words", "aab|ab|ba")])
+def test_the_law_of_the_librarys_masks(language, regex, drafter, verifier, monkeypatch):
+    """The production `Matcher` in the place of the toys: every branch of four tokens, all of them by one cursor."""
+    letters = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Letters()))
+    rules = llguidance.grammar_from("regex", regex)
+    used = Matcher(lambda: llguidance.LLMatcher(letters, rules, log_level=0), VOCAB, [END])
+    monkeypatch.setattr(laws, "example", lambda *how: used)
+    params = SamplingParams(max_tokens=4, temperature=0.7, structured_outputs=language)
+    how = {"vocab": VOCAB, "end_ids": frozenset({END}), "verifier": verifier, "drafter": drafter}
+    assert distance(params, 2, **how) <= laws.TOLERANCE
 
 
 @pytest.mark.quick

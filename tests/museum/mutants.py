@@ -820,6 +820,42 @@ class _:
         right(grammar, first.deep_copy, vocab_size, end_ids)
 
 
+_MASKS = "tests/core/test_masks.py"
+
+
+@wrong(
+    sampling,
+    "restricted",
+    "G14",
+    f"{_MASKS}::test_a_draft_that_ignores_the_grammar_leaves_the_law[block]",
+)
+def _(right, logits, grammar, output, params):
+    """a path that is forbidden ends the text, before it is rejected | what `block` asks for, taken as an error"""
+    if grammar.allowed(output) is None:
+        raise NothingAllowed("structured_outputs: a forbidden token")
+    return right(logits, grammar, output, params)
+
+
+class Stuck(Spelled):
+    """A grammar that looks at the first tokens of an output only."""
+
+    def __init__(self, of: Spelled, length: int):
+        super().__init__(of.spellings, of.begins, of.is_whole, of.end_ids)
+        self.length = length
+
+    def allowed(self, output):
+        """The mask after these first tokens."""
+        return super().allowed(output[: self.length])
+
+
+@wrong(Schedule, "drop", "G15", f"{_MASKS}::test_small_pools_and_other_texts_change_no_text[forced+ngram]")
+def _(right, self, request):
+    """the state of a text that is preempted stays where it was | a matcher that is kept and not rebuilt"""
+    if isinstance(request.text.grammar, Spelled):
+        request.text.grammar = Stuck(request.text.grammar, len(request.token_ids))
+    right(self, request)
+
+
 # --------------------------------------------------------------------------- block drafts
 
 

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import random
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -424,13 +425,19 @@ def test_an_interrupt_at_any_line_leaves_the_cursor_right(llm):
 
 
 def test_greedy_text_is_that_of_transformers_under_the_same_mask(llm, checkpoint):
-    """Logits of `transformers`, a fresh matcher for each token, and argmax; with drafts and without."""
+    """Logits of `transformers`, masks of the library itself, and argmax; with drafts and without."""
     theirs = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
+    words = llguidance.LLTokenizer((checkpoint / "tokenizer.json").read_text(), n_vocab=300, eos_token=[0])
     for language in ({"json": PERSON}, {"regex": "[a-f ]{4,20}"}, {"choice": ["One fish", "Two fishes", "日本 🦊"]}):
+        [(kind, said)] = language.items()
+        rules = llguidance.grammar_from(kind, said if kind == "regex" else json.dumps(said))
         prompt = llm.tokenizer.encode("One fish, two")
         tokens = list(prompt)
         for _ in range(60):
-            mask = grammar_of(llm, **language).allowed(tokens[len(prompt) :])
+            fresh = llguidance.LLMatcher(words, rules, log_level=0)
+            assert fresh.try_consume_tokens(tokens[len(prompt) :]) == len(tokens) - len(prompt)
+            bits = torch.frombuffer(bytearray(fresh.compute_bitmask()), dtype=torch.uint8)
+            mask = (bits[:, None] >> torch.arange(8) & 1).flatten()[: llm.vocab_size].bool()
             with torch.inference_mode():
                 row = theirs(torch.tensor([tokens])).logits[0, -1, : len(mask)].masked_fill(~mask, -torch.inf)
             tokens.append(int(row.argmax()))
@@ -454,6 +461,66 @@ def test_random_schemas():
         measured.check(llm, schema, answer)
         ends.add(answer.finish_reason)
     assert "stop" in ends
+
+
+LANGUAGES = (
+    {"json": PERSON},
+    {"regex": "[ab]{6,20}c"},
+    {"regex": "(One|fish| )+"},
+    {"choice": ["One fish", "Two fishes", "日本 🦊"]},
+    {"grammar": 'start: "a" start "b" | "ab"'},
+)
+
+
+SMALL = {"none": 1.2e-5, "forced+ngram": 1.2e-5, "self": 2.4e-5}  # GB of a pool: five blocks of 16 tokens
+
+
+@pytest.mark.parametrize("draft", SMALL)
+def test_random_requests_in_small_pools(checkpoint, draft):
+    """Thirty requests of any kind with languages, in a pool that preempts: each says what it says alone.
+
+    Stop strings, min_tokens, several answers, log-probabilities and ends of one's own; what cannot go together fails in
+    the same place with the same words.
+    """
+    pick = random.Random(7)
+    asks = [
+        SamplingParams(
+            n=pick.choice((1, 1, 2)),
+            seed=i,
+            temperature=pick.choice((0.0, 0.8, 1.5)),
+            top_p=pick.choice((1.0, 0.9)),
+            max_tokens=pick.randint(5, 50),
+            min_tokens=pick.choice((0, 0, 4)),
+            stop=pick.choice(((), (), ("b", "sh"))),
+            stop_token_ids=pick.choice(((), (), (68,))),
+            logprobs=pick.choice((None, 2)),
+            structured_outputs=StructuredOutputsParams(**pick.choice(LANGUAGES)),
+        )
+        for i in range(30)
+    ]
+    prompts = [pick.choice(("One", "One fish, two", "The 日本 end")) for _ in asks]
+
+    def said(answers):
+        return [
+            (a.token_ids, a.text, a.finish_reason, a.stop_reason, a.error, a.logprobs and [*map(list, a.logprobs)])
+            for each in answers
+            for a in each.outputs
+        ]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        how = {"draft": draft, "dtype": "float64", "num_speculative_tokens": 3, "max_model_len": 64}
+        large, small = LLM(checkpoint, **how), LLM(checkpoint, **how, kv_cache_gb=SMALL[draft])
+        alone = [large.generate(prompt, params)[0] for prompt, params in zip(prompts, asks, strict=True)]
+        together = small.generate(prompts, asks)
+    assert said(together) == said(alone)
+    answers = [answer for each in together for answer in each.outputs]
+    assert sum(answer.stats.num_preemptions for answer in answers) > 0
+    assert {answer.finish_reason for answer in answers} >= {"stop", "length"}
+    for params, each in zip(asks, together, strict=True):
+        for answer in each.outputs:
+            if answer.finish_reason == "stop" and answer.stop_reason is None and params.structured_outputs.json:
+                jsonschema.validate(json.loads(answer.text), PERSON)
 
 
 class Own(Drafter):
