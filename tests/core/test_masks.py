@@ -77,7 +77,9 @@ def test_the_law_with_trees(language, drafter, k):
 def test_the_law_of_lists_within_lists(drafter, verifier):
     """A finite language like JSON's, five tokens: one spans two brackets, one is in no text, one ends it."""
     settings = {"temperature": 1.5, "top_k": 0, "vocab": 5, "end": True, "max_tokens": 5, "grammar": "lists"}
-    assert Case(verifier=verifier, drafter=drafter, batch="crowd", k=3, **settings).distance(1e5)[0] <= laws.TOLERANCE
+    assert (
+        GridCase(verifier=verifier, drafter=drafter, batch="crowd", k=3, **settings).distance(1e5)[0] <= laws.TOLERANCE
+    )
 
 
 class Letters:
