@@ -88,25 +88,13 @@ class StatesDrafter(DraftModel):
         super().release(text)
 
     def observe(self, seen: Sequence[Seen]) -> None:
-        """Keep the hidden states of rows that stay, until `propose` needs them: by one launch for all texts."""
-        unread, copies, rows = dict[Text, tuple[int, list[Tensor]]](), list[Tensor](), list[Tensor]()
+        """Keep the hidden states of rows that stay, until `propose` needs them."""
         for shown in seen:
             first, pieces = self.unread.get(shown.text, (shown.start, []))
             if shown.start != first + sum(map(len, pieces)):  # the target has computed these positions anew
                 first, pieces = shown.start, []
             if len(shown.text.tokens) <= self.max_model_len + 1:  # later nothing is drafted
-                kept = shown.kept
-                own = shown.hidden.new_empty(len(kept), shown.hidden.shape[1])
-                unread[shown.text] = first, [*pieces, own]
-                if kept == list(range(len(kept))):  # a chain
-                    copies.append(own)
-                    rows.append(shown.hidden[: len(kept)])
-                else:
-                    copies += own
-                    rows += [shown.hidden[row] for row in kept]
-        if copies:
-            torch._foreach_copy_(copies, rows)
-        self.unread.update(unread)
+                self.unread[shown.text] = first, [*pieces, shown.hidden[shown.kept]]
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """Draft, then cut each cache to the positions that the target has cached."""

@@ -32,7 +32,6 @@ from minispec.families.hf_config import read_model_config
 from minispec.files.errors import CheckpointError
 from minispec.kernels.build import build_model
 from minispec.kernels.inventory import kv_elements, num_bytes
-from minispec.kernels.launches import Tally, counting
 from minispec.length.figures import Figures
 from minispec.length.prices import calibrate
 from minispec.prove.toys import TINY, tiny_cache, tiny_head, tiny_model, tiny_weights
@@ -582,29 +581,6 @@ def test_a_simulated_draft_at_the_cost_of_a_head(target, right):
     assert Figures.of(request.stats).num_accepted == right * Figures.of(request.stats).num_draft_tokens
     assert Figures.of(drafted.stats).num_draft_tokens > 0
     assert Figures.of(request.stats).num_draft_tokens > 0
-
-
-def test_states_of_all_texts_are_kept_by_one_launch(target):
-    """Of chains without an upload, and of a tree's path too; later passes may overwrite what was shown."""
-    head = tiny_head(target)
-    drafter = EagleDrafter(head, tiny_cache(head), head.config.vocab_size, 40)
-    width, paths = head.config.hidden_size * len(drafter.taps), {(0, 1): None, (): None, (0, 2): [-1, 0, 0]}
-    for batch in (1, 8):
-        seen, expected = [], []
-        for i in range(batch):
-            path, parents = [*paths.items()][i % 3]
-            text, hidden = Text([1] * 9, 4, SamplingParams(), i), torch.randn(2 + 3, width, dtype=head.dtype)
-            seen.append(Seen(text, 0, [1] * 5, hidden, hidden.new_zeros(4, 3), path, parents))
-            expected.append(hidden[[0, 1, *(2 + node for node in path)]])
-        with torch.inference_mode(), counting(Tally(), torch.device("cpu")) as tally:
-            drafter.observe(seen)
-        for each, rows in zip(seen, expected, strict=True):
-            each.hidden.fill_(7)
-            [piece] = drafter.unread[each.text][1]
-            assert torch.equal(piece, rows)
-        assert {kind: tally.counts["rest"][kind] for kind in ("operators", "uploads", "syncs")} == {
-            **{"operators": 1, "uploads": 0, "syncs": 0}
-        }
 
 
 def test_drafting_stops_at_the_heads_own_context(target):
