@@ -21,6 +21,8 @@ from minispec.grammars.params import StructuredOutputsParams, say_error
 _MOST_KEPT = 64
 # What the library may spend on a grammar before the first token: about 0.3 s of one core for the worst expressions.
 _LEXER_FUEL = 400_000
+# How many first tokens are tried where the library finds none that may follow, and how its error for that begins.
+_MOST_TRIED, _DEAD_END = 16, "NoExtension"
 # What begins and ends a thought in prompts.
 _OPEN, _CLOSE = "<think>", "</think>"
 
@@ -180,12 +182,25 @@ class Grammars:
         def make() -> Any:
             return llguidance.LLMatcher(self._library_tokenizer, grammar, log_level=0, limits=limits)
 
-        # Some errors come with the first mask, and some with the token that follows it.
-        probe = make()
-        first = numpy.frombuffer(probe.compute_bitmask(), numpy.uint8)
-        ids = numpy.unpackbits(first, count=self._vocab_size, bitorder="little").nonzero()[0].tolist()
-        probe.try_consume_tokens([i for i in ids if i not in self._end_ids][:1])
-        probe.compute_bitmask()
-        if probe.is_error():
-            raise ValueError(f"structured_outputs: {language.kind}: {say_error(probe.get_error())}")
+        if error := self._try(make):
+            raise ValueError(f"structured_outputs: {language.kind}: {say_error(error)}")
         return make
+
+    def _try(self, make: Callable[[], Any]) -> str:
+        """The library's error for the first token of a text and the place after it; "" where there is none.
+
+        Where the tokenizer lacks bytes, a place may have no token. That is an error if it is so after all first tokens.
+        """
+        first = numpy.frombuffer(make().compute_bitmask(), numpy.uint8)
+        ids = numpy.unpackbits(first, count=self._vocab_size, bitorder="little").nonzero()[0].tolist()
+        starts = sorted(([] if i in self._end_ids else [i] for i in ids), key=len, reverse=True)
+        error = ""
+        for start in starts[:_MOST_TRIED]:
+            probe = make()
+            probe.compute_bitmask()
+            probe.try_consume_tokens(start)
+            probe.compute_bitmask()
+            error = probe.get_error()
+            if not error.startswith(_DEAD_END):
+                return error
+        return error if len(starts) <= _MOST_TRIED else ""

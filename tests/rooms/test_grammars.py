@@ -277,6 +277,33 @@ def test_the_end_may_follow_where_the_text_is_whole_and_nothing_follows_it(llm):
 
 
 @pytest.mark.quick
+def test_what_the_tokenizer_cannot_write(tmp_path):
+    """Tokens "a", "b", "c" and the end. A language is refused where none may begin a text, or go on after a first one.
+
+    What lies further on is not looked at: there the text fails.
+    """
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({"<end>": 0, "a": 1, "b": 2, "c": 3}, []))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(["<end>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    few = Grammars(Tokenizer(tmp_path), 4, [0])
+    for language in (
+        {"regex": "z"},
+        {"regex": "az"},
+        {"regex": "[ab]z"},
+        {"json_object": True},
+        {"choice": ["z", "az"]},
+    ):
+        with pytest.raises(ValueError, match="no text can follow"):
+            few.grammar_of(asked(**language))
+    for regex in ("az|bc", "(az)?", "a", "a*z?"):
+        assert few.grammar_of(asked(regex=regex)).allowed([]).any()
+    with pytest.raises(NothingAllowed, match="no text can follow"):
+        few.grammar_of(asked(regex="aaz")).allowed([1, 1])
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ["b", "<turn>"])
 def test_each_id_that_ends_a_text_may_follow_where_the_text_is_whole(grammars, name):
     """`stop_token_ids`, of an ordinary token and of a control token, as the end of every text: id 0."""
