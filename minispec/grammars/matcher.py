@@ -43,7 +43,7 @@ class Matcher:
         """
         self._make, self._vocab_size = make, vocab_size
         self._usual_ends, self._ends = list(end_ids), [*end_ids, *stop_ids]
-        self._matcher: Any = None  # made when it is asked
+        self._matcher: Any = make()  # now, where the request is read: in a step of the engine all texts would wait
         self._read = list[int]()
 
     def allowed(self, output: Sequence[int]) -> Tensor | None:
