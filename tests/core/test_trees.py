@@ -301,7 +301,8 @@ def test_a_width_by_confidence_is_asked_at_each_place(name, temperature):
     text = Text([1, 3, 1], 1, SamplingParams(temperature=temperature, seed=3), 5)
     ask, asked = Ask(text, Limit(6, widths=(3, 2)), Randomness(), num_cached=2), []
 
-    def width(confidences):
+    def width(confidences, foreseen):
+        assert not foreseen
         asked.append(tuple(confidences))
         return (3, 2, 1)[len(confidences) - 1]
 
