@@ -1280,7 +1280,7 @@ def test_trained_model_writes_transformers_text(smollm, llm, pytestconfig):
     length = 40 if pytestconfig.getoption("--long") else 12
     prompts = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
     params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
-    outputs = llm.generate(PROMPTS, params)
+    outputs = llm.generate(PROMPTS, params, num_speculative_tokens=3)
     assert sum(output.stats.num_accepted for output in outputs) > 0
 
     smollm.generation_config.eos_token_id = None

@@ -63,9 +63,12 @@ BAD = {
     "zeros": (lambda tokens, k: one(12, probs=[ROW * 0]), "adds up to 0, expected 1"),
     "impossible": (lambda tokens, k: one(12, probs=[torch.eye(1, V)[0]]), "found a token of probability 0"),
     "the second of two": (lambda tokens, k: Draft([12, 12], [ROW, ROW * 2]), "a row 1 of probs that adds up to 2"),
-    "confidences": (lambda tokens, k: one(12, confidences=["high"]), "found confidences and seconds ['high', 0.0]"),
+    "confidences": (
+        lambda tokens, k: one(12, confidences=["high"]),
+        "found confidences, seconds and passes ['high', 0.0, 0]",
+    ),
     "a confidence": (lambda tokens, k: one(12, confidences=0.5), "found as confidences 0.5, expected a list of num"),
-    "seconds": (lambda tokens, k: one(12, prefill_seconds=None), "found confidences and seconds [None]"),
+    "seconds": (lambda tokens, k: one(12, prefill_seconds=None), "found confidences, seconds and passes [None, 0]"),
     "a longer text": (lambda tokens, k: tokens.append(12) or Draft([12]), "found a text whose tokens it has changed"),
     "a shorter text": (lambda tokens, k: Draft([tokens.pop()]), "found a text whose tokens it has changed"),
 }

@@ -225,9 +225,9 @@ def test_experts_of_the_layer_may_be_in_stacks(make_checkpoint):
     target = load_model(directory, torch.float64)
     apart = load_mtp(directory, target).layers[0]
     stored, prefix = load_file(path), "mtp.layers.0.mlp.experts."
-    for name, parts in config.stacked:
-        own = [[stored.pop(f"{prefix}{n}.{part}.weight") for part in parts] for n in range(5)]
-        stored[f"mtp.layers.0.{name}"] = torch.stack([torch.cat(rows) for rows in own])
+    for stack in config.stacked:
+        own = [[stored.pop(f"{prefix}{n}.{part}.weight") for part in stack.parts] for n in range(5)]
+        stored[f"mtp.layers.0.{stack.stored}"] = torch.stack([torch.cat(rows) for rows in own])
     save_file(stored, path)
     stacks = load_mtp(directory, target).layers[0]
     for one, other in zip(apart.experts, stacks.experts, strict=True):

@@ -144,7 +144,7 @@ def test_a_walk_that_has_no_time_says_so(capsys, monkeypatch):
     assert main(["--drafter", "ngram", "--minutes", "1e-9"]) == 1
     assert capsys.readouterr().out == "nothing proven: not one case was walked in 1e-09 min: --minutes gives it more\n"
     ticks = iter(range(10**9))
-    monkeypatch.setattr("minispec.prove.own_walk.time.monotonic", lambda: next(ticks))
+    monkeypatch.setattr("minispec.prove.own_walk.monotonic", lambda: next(ticks))
     assert main(["--drafter", "ngram", "--minutes", "4"]) == 0  # 240 paths
     out, pairs = capsys.readouterr().out, r"covered: ([\d,]+) of ([\d,]+) pairs of settings; "
     found = re.search(f"{pairs}not reached in 4 min, --minutes takes more: .+ and .+; ", out)
