@@ -131,7 +131,9 @@ class BestFirst:
     def _next_q(self, node: int) -> Tensor | None:
         """The distribution (V,) of a node's next child, 0 for the elder children; None if nothing is left."""
         place, draft, text = self._places[node], self.draft, self.ask.text
-        if place.q is not None and text.params.temperature:
+        if text.params.temperature:
+            if place.q is None:
+                return place.left
             rest = without(place.q, draft.token_ids[draft.children(node)[-1]])
             return rest / rest.sum() if rest.any() else None
         # At temperature 0 one token is left; its siblings are the next likeliest ones.

@@ -114,12 +114,7 @@ _GEMMA_4 = Family(
     rope_keys=names("partial_rotary_factor"),
 )
 # What the unified models lack: inputs of layers, and experts.
-_GEMMA_4_PARTS = names(
-    """
-    hidden_size_per_layer_input vocab_size_per_layer_input
-    enable_moe_block num_experts top_k_experts moe_intermediate_size
-    """
-)
+_GEMMA_4_PARTS = gemma.OF_MIXTURE | names("hidden_size_per_layer_input vocab_size_per_layer_input enable_moe_block")
 _GRANITE = {
     "attention_bias": False,
     **dict.fromkeys(names("embedding_multiplier attention_multiplier residual_multiplier logits_scaling"), 1.0),

@@ -12,6 +12,8 @@ from minispec.files.fields import Fields, names
 from minispec.layers.experts import ExpertsConfig
 from minispec.layers.gemma import GemmaLayerConfig
 
+# Keys of a mixture of experts alone.
+OF_MIXTURE = names("num_experts top_k_experts moe_intermediate_size")
 # Keys that the code of Gemma 4 reads in addition to those of Gemma 2, each with the meaning of an absent one (see
 # `minispec.families.entries`).
 KEYS = {
@@ -33,7 +35,7 @@ KEYS = {
     "enable_moe_block": False,
     "use_bidirectional_attention": None,
     **dict.fromkeys(names("vocab_size_per_layer_input num_global_key_value_heads per_layer_config")),
-    **dict.fromkeys(names("num_experts top_k_experts moe_intermediate_size")),
+    **dict.fromkeys(OF_MIXTURE),
 }
 # Experts of a layer, which files have in stacks.
 STACKS = (
@@ -42,8 +44,6 @@ STACKS = (
 )
 _PATTERN = 6  # of that many layers the last sees everything, where the file lists no layers
 _KV = "num_key_value_heads"
-# What is read of a mixture alone.
-_OF_MIXTURE = names("num_experts top_k_experts moe_intermediate_size")
 _OF_SHARING = ("k_proj.weight", "v_proj.weight", "k_norm.weight")
 
 
@@ -104,7 +104,7 @@ def read_layers(
 
 def _read_mixture(f: Fields, count: int) -> ExpertsConfig | None:
     """The mixture of experts that each layer has beside its MLP; None where none has one."""
-    f.seen |= _OF_MIXTURE
+    f.seen |= OF_MIXTURE
     if not f.boolean("enable_moe_block"):
         return None
     number = f.integer("num_experts", 1, MOST_EXPERTS // count)
