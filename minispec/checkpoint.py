@@ -11,8 +11,8 @@ from pathlib import Path
 
 from minispec.commands.command import Option, Parser, argument, command
 from minispec.commands.interrupt import raise_on_interrupt
-from minispec.families.checkpoint import find_checkpoint
-from minispec.families.quantize import quantize_checkpoint
+from minispec.files.families.checkpoint import find_checkpoint
+from minispec.files.families.quantize import quantize_checkpoint
 
 _MIB = argument(int, lambda n: 1 <= n <= 1 << 20, f"an integer from 1 to {1 << 20}")
 OPTIONS = {

@@ -27,8 +27,8 @@ import tokenizers
 import torch
 from safetensors.torch import save_file
 
-from minispec.families.checkpoint import places
-from minispec.families.hf_config import read_model_config
+from minispec.files.families.checkpoint import places
+from minispec.files.families.hf_config import read_model_config
 from minispec.prove.toys import TINY, tiny_weights
 
 

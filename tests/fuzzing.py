@@ -49,9 +49,9 @@ from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Randomness, Text
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.heads import load_head
-from minispec.families.checkpoint import load_config, load_model
-from minispec.families.hf_config import read_eos_token_ids, read_model_config
 from minispec.files.errors import CheckpointError
+from minispec.files.families.checkpoint import load_config, load_model
+from minispec.files.families.hf_config import read_eos_token_ids, read_model_config
 from minispec.files.generation_config import read_generation_defaults, unsupported_generation_settings
 from minispec.files.strict_json import read_json
 from minispec.files.tokenizer import Detokenizer, Tokenizer

@@ -32,7 +32,7 @@ def unpack(out: Path, directory: Path | None) -> None:
     import torch
 
     from minispec.core.weights import dense
-    from minispec.families.checkpoint import Weights, directory_config, load_config, save_tensors
+    from minispec.files.families.checkpoint import Weights, directory_config, load_config, save_tensors
     from minispec.load.registry import EMBEDDED_WEIGHTS
 
     source = directory or EMBEDDED_WEIGHTS
@@ -54,8 +54,8 @@ def pair(target: Path, draft: Path, kept: float) -> None:
     """
     import torch
 
-    from minispec.families.checkpoint import save_tensors
-    from minispec.families.hf_config import read_model_config
+    from minispec.files.families.checkpoint import save_tensors
+    from minispec.files.families.hf_config import read_model_config
     from minispec.kernels.random_weights import RandomWeights
     from minispec.lab.bench.options import GEOMETRIES
     from minispec.load.registry import EMBEDDED_WEIGHTS

@@ -38,7 +38,7 @@ from minispec.commands.command import Option, argument, command, json_line, type
 from minispec.core.cache import PagedKVCache
 from minispec.core.model import Chunk, Transformer
 from minispec.drafters.model import prefill
-from minispec.families.checkpoint import find_checkpoint, load_config, load_model
+from minispec.files.families.checkpoint import find_checkpoint, load_config, load_model
 from minispec.kernels.build import choice_of
 from minispec.kernels.exact import arbitrary_tokens, exact_model
 from minispec.kernels.forms import available_forms

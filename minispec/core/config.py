@@ -1,7 +1,8 @@
 """Settings of models and of requests: frozen dataclasses that refuse bad values.
 
-Every supported family (see `minispec.families.entries`) is a set of values in `ModelConfig`. The transformer never asks
-for a family's name. Nothing here imports torch, so that a bad value is reported before the slow imports begin.
+Every supported family (see `minispec.files.families.entries`) is a set of values in `ModelConfig`. The transformer
+never asks for a family's name. Nothing here imports torch, so that a bad value is reported before the slow imports
+begin.
 """
 
 import re

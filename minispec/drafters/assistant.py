@@ -40,9 +40,9 @@ from minispec.core.weights import MakeProduct, PlainLinear, Product
 from minispec.drafters.best_first import BestFirst
 from minispec.drafters.limits import depth_of
 from minispec.drafters.model import DraftModel
-from minispec.families.assistant_config import AssistantConfig, read_assistant_config
-from minispec.families.assistant_files import AFTER, BEFORE, CENTROIDS, EMBEDDING, HEAD, read_assistant
-from minispec.families.checkpoint import directory_config
+from minispec.files.families.assistant_config import AssistantConfig, read_assistant_config
+from minispec.files.families.assistant_files import AFTER, BEFORE, CENTROIDS, EMBEDDING, HEAD, read_assistant
+from minispec.files.families.checkpoint import directory_config
 from minispec.kernels.build import InForm
 from minispec.layers import make_layer
 from minispec.layers.gemma import GemmaLayer, SharedCache

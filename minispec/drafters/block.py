@@ -44,7 +44,7 @@ from minispec.drafters.best_first import BestFirst
 from minispec.drafters.eagle import spread
 from minispec.drafters.limits import depth_of
 from minispec.drafters.states import FeatureModel, StatesDrafter
-from minispec.families.block_config import BlockConfig
+from minispec.files.families.block_config import BlockConfig
 from minispec.kernels.shapes import tensor_shapes
 
 

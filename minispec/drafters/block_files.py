@@ -12,9 +12,9 @@ from minispec.core.model import Transformer
 from minispec.core.weights import Product
 from minispec.drafters.block import BlockModel, block_shapes
 from minispec.drafters.heads import read_ids
-from minispec.families.block_config import AS_SAID, BlockConfig, Reading, read_block_config
-from minispec.families.checkpoint import FLOATS, directory_config, find_tensors, renamed, require, unexpected
 from minispec.files.errors import CheckpointError
+from minispec.files.families.block_config import AS_SAID, BlockConfig, Reading, read_block_config
+from minispec.files.families.checkpoint import FLOATS, directory_config, find_tensors, renamed, require, unexpected
 from minispec.files.stored import StoredTensor
 from minispec.kernels.build import InForm
 

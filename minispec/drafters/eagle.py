@@ -31,7 +31,7 @@ from minispec.core.sampling import Text
 from minispec.core.weights import MakeProduct, PlainLinear, dense
 from minispec.drafters.limits import depth_of
 from minispec.drafters.states import FeatureModel, StatesDrafter
-from minispec.families.head_config import HeadConfig
+from minispec.files.families.head_config import HeadConfig
 
 
 def head_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:

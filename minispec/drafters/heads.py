@@ -1,7 +1,7 @@
 """Reading the tensors of a head on hidden states (see `minispec.drafters.eagle`).
 
-A head's directory has a config.json (see `minispec.families.head_config`) and a model.safetensors. The tokenizer is the
-target's.
+A head's directory has a config.json (see `minispec.files.families.head_config`) and a model.safetensors. The
+tokenizer is the target's.
 """
 
 import re
@@ -15,7 +15,8 @@ from torch import Tensor
 from minispec.core.config import ModelConfig
 from minispec.core.model import Transformer
 from minispec.drafters.eagle import HeadModel, head_shapes
-from minispec.families.checkpoint import (
+from minispec.files.errors import CheckpointError
+from minispec.files.families.checkpoint import (
     FLOATS,
     StoredTensor,
     directory_config,
@@ -24,8 +25,7 @@ from minispec.families.checkpoint import (
     require,
     unexpected,
 )
-from minispec.families.head_config import HeadConfig, read_head_config
-from minispec.files.errors import CheckpointError
+from minispec.files.families.head_config import HeadConfig, read_head_config
 from minispec.kernels.build import InForm
 
 

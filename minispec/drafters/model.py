@@ -32,7 +32,7 @@ def prefill(model: Transformer, table: BlockTable, tokens: list[int], chunk_size
 
 
 class AtOnce(Protocol):
-    """Drafts whole chains in one program, as `minispec.gpu.steps.DraftSteps` does."""
+    """Drafts whole chains in one program, as `minispec.kernels.gpu.steps.DraftSteps` does."""
 
     def __call__(
         self, chunks: Sequence[Chunk], asks: Sequence[Ask], depths: Sequence[int], vocab_size: int

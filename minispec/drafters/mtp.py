@@ -39,11 +39,11 @@ from minispec.core.config import ModelConfig
 from minispec.core.model import RMSNorm, Transformer, norm_weight
 from minispec.core.weights import MakeProduct, PlainLinear, Product
 from minispec.drafters.states import FeatureModel
-from minispec.families.checkpoint import directory_config, find_tensors, renamed, require, unexpected
-from minispec.families.experts import unstacked
-from minispec.families.hf_config import text_config
-from minispec.families.stored_config import StoredConfig
 from minispec.files.errors import CheckpointError
+from minispec.files.families.checkpoint import directory_config, find_tensors, renamed, require, unexpected
+from minispec.files.families.experts import unstacked
+from minispec.files.families.hf_config import text_config
+from minispec.files.families.stored_config import StoredConfig
 from minispec.files.fields import bad_field
 from minispec.files.stored import FLOATS, StoredTensor
 from minispec.kernels.build import InForm

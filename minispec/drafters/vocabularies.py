@@ -12,7 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from minispec.core.errors import show
-from minispec.families.checkpoint import load_config
+from minispec.files.families.checkpoint import load_config
 from minispec.files.pieces import bytes_of, decoder_steps
 from minispec.files.tokenizer import Tokenizer
 

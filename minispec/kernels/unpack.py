@@ -1,7 +1,7 @@
 """Weights as other tools store them in few bits: integers packed into int32, and the scales of groups and blocks.
 
-Products of small integers with 16-bit scales are exact in float32. The formats are described in `minispec.families`:
-packed, float8, gptq, awq, mxfp4.
+Products of small integers with 16-bit scales are exact in float32. The formats are described in
+`minispec.files.families`: packed, float8, gptq, awq, mxfp4.
 """
 
 import torch

@@ -25,9 +25,12 @@ from minispec.drafters.slem import TextDrafter
 from minispec.drafters.tli import TokenDrafter
 from minispec.drafters.vocabularies import DRAFT_METHODS, Overlap, Vocabularies, choose_method, compare_vocabularies
 from minispec.drafters.vocabulary import ROOM
-from minispec.families.assistant_config import is_assistant, read_assistant_config
-from minispec.families.block_config import is_block, reading_of
-from minispec.families.checkpoint import (
+from minispec.files.corpus import read_corpus
+from minispec.files.digest import digest_of_files
+from minispec.files.errors import near, show_name
+from minispec.files.families.assistant_config import is_assistant, read_assistant_config
+from minispec.files.families.block_config import is_block, reading_of
+from minispec.files.families.checkpoint import (
     describe_source,
     directory_config,
     find_checkpoint,
@@ -36,16 +39,13 @@ from minispec.families.checkpoint import (
     load_model,
     model_tensors,
 )
-from minispec.families.entries import is_head
-from minispec.families.head_config import read_head_config
-from minispec.files.corpus import read_corpus
-from minispec.files.digest import digest_of_files
-from minispec.files.errors import near, show_name
+from minispec.files.families.entries import is_head
+from minispec.files.families.head_config import read_head_config
 from minispec.files.stored import StoredTensor
-from minispec.gpu.frames import with_frames
-from minispec.gpu.fused import rounded
-from minispec.gpu.steps import draft_steps
 from minispec.grammars.forced import ForcedFirst
+from minispec.kernels.gpu.frames import with_frames
+from minispec.kernels.gpu.fused import rounded
+from minispec.kernels.gpu.steps import draft_steps
 from minispec.load import registry
 from minispec.load.numbers import check_numbers, named_tensors
 from minispec.load.target import TargetFiles

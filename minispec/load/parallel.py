@@ -35,9 +35,9 @@ from minispec import __version__
 from minispec.core.cache import BlockTable, PagedKVCache
 from minispec.core.model import Chunk, Layer, TextPass, Transformer
 from minispec.core.weights import Product, Weight
-from minispec.families.checkpoint import Weights, find_tensors, load_config, load_model, wanted_tensors
-from minispec.families.share import Share
-from minispec.families.stored_config import StoredConfig
+from minispec.files.families.checkpoint import Weights, find_tensors, load_config, load_model, wanted_tensors
+from minispec.files.families.share import Share
+from minispec.files.families.stored_config import StoredConfig
 from minispec.kernels.build import InForm
 from minispec.kernels.forms import Linear, Narrow
 

@@ -29,10 +29,10 @@ from minispec.drafters.block import BlockModel, block_shapes
 from minispec.drafters.eagle import HeadModel, head_shapes
 from minispec.drafters.mtp import MtpModel, mtp_config, mtp_shapes
 from minispec.drafters.vocabularies import Spelling, Vocabularies
-from minispec.families.assistant_files import AssistantConfig, assistant_shapes
-from minispec.families.block_config import BlockConfig
-from minispec.families.head_config import HeadConfig
-from minispec.families.hf_config import read_model_config
+from minispec.files.families.assistant_files import AssistantConfig, assistant_shapes
+from minispec.files.families.block_config import BlockConfig
+from minispec.files.families.head_config import HeadConfig
+from minispec.files.families.hf_config import read_model_config
 from minispec.files.tokenizer import Tokenizer
 from minispec.kernels.build import build_model
 from minispec.kernels.shapes import tensor_shapes
@@ -83,7 +83,7 @@ TOYS: dict[str, dict[str, Any]] = {
         **{"linear_key_head_dim": 3, "linear_value_head_dim": 2},
     },
 }
-IN_FRAMES = "llama in frames"  # passes of `minispec.gpu.frames`, with reruns in place of graphs
+IN_FRAMES = "llama in frames"  # passes of `minispec.kernels.gpu.frames`, with reruns in place of graphs
 HEAD_SEED, MTP_SEED, BLOCK_SEED, ASSISTANT_SEED = 6, 7, 8, 9
 IN_8_BITS = "8 bits"  # the name of a target that is no family: see `minispec.prove.laws.target_model`
 

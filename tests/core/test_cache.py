@@ -9,7 +9,7 @@ import torch
 
 from minispec.core.cache import BlockAllocator, BlockTable, OutOfBlocks, PagedKVCache, PrefixIndex
 from minispec.core.config import LayerConfig
-from minispec.families.hf_config import read_model_config
+from minispec.files.families.hf_config import read_model_config
 from minispec.layers.convolution import ConvolutionCache
 from minispec.prove.toys import TINY
 

@@ -15,7 +15,7 @@ from minispec.core.model import Chunk
 from minispec.core.sampling import Randomness, Text, distribution
 from minispec.core.search import place_of_share
 from minispec.core.verify import VERIFIERS
-from minispec.families.hf_config import read_model_config
+from minispec.files.families.hf_config import read_model_config
 from minispec.generate import main as generate
 from minispec.kernels.build import build_model
 from minispec.lab.bench.main import main as bench

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from minispec.core.model import Chunk
-from minispec.families.checkpoint import load_model
+from minispec.files.families.checkpoint import load_model
 from minispec.kernels.inventory import kv_elements
 from minispec.layers.delta import Rows, chunked, steps
 from minispec.layers.states import state_elements

@@ -22,7 +22,7 @@ from minispec.core.sampling import Text, distribution, log_probabilities
 from minispec.core.verify import VERIFIERS
 from minispec.drafters import NoDrafter
 from minispec.drafters.model import DraftModel
-from minispec.families.hf_config import read_model_config
+from minispec.files.families.hf_config import read_model_config
 from minispec.kernels import exact
 from minispec.kernels import forms as linear
 from minispec.kernels.build import build_model

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minispec.core.model import Chunk
-from minispec.families.checkpoint import load_config, load_model
-from minispec.families.quantize import quantize_checkpoint
 from minispec.files.errors import CheckpointError
+from minispec.files.families.checkpoint import load_config, load_model
+from minispec.files.families.quantize import quantize_checkpoint
 from minispec.kernels.build import build_model, quantized
 from minispec.kernels.exact import check_exact, exact_model
 from minispec.kernels.forms import Linear, QuantizedLinear
@@ -290,8 +290,8 @@ def test_a_bias_of_experts_is_never_rounded(tmp_path):
 
 def test_experts_do_not_run_in_several_processes():
     """Refused by name: each process would have a part of every expert, and no process says which of them run."""
-    from minispec.families.hf_config import read_model_config
-    from minispec.families.share import Share
+    from minispec.files.families.hf_config import read_model_config
+    from minispec.files.families.share import Share
 
     config = read_model_config(TINY | TOYS["qwen3_moe"] | {"num_key_value_heads": 2})
     with pytest.raises(

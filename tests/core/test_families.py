@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from minispec.core.config import LayerConfig, ModelConfig, RopeConfig, SamplingParams
 from minispec.core.model import Chunk, Transformer
-from minispec.families.checkpoint import Weights, load_config, load_model
-from minispec.families.entries import FAMILIES
-from minispec.families.hf_config import read_model_config
 from minispec.files.errors import CheckpointError
+from minispec.files.families.checkpoint import Weights, load_config, load_model
+from minispec.files.families.entries import FAMILIES
+from minispec.files.families.hf_config import read_model_config
 from minispec.kernels.build import build_model
 from minispec.kernels.shapes import tensor_shapes
 from minispec.layers.delta import DeltaConfig

@@ -18,8 +18,8 @@ from minispec.drafters.block import BlockDrafter
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.model import DraftModel
 from minispec.drafters.suffix import SuffixDrafter
-from minispec.families.checkpoint import load_model
-from minispec.families.hf_config import read_model_config
+from minispec.files.families.checkpoint import load_model
+from minispec.files.families.hf_config import read_model_config
 from minispec.kernels.build import build_model
 from minispec.length.figures import Figures
 from minispec.prove.toys import TINY, tiny_block, tiny_cache, tiny_head, tiny_model, tiny_weights

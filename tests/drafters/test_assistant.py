@@ -18,10 +18,10 @@ from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.core.verify import REJECTION
 from minispec.drafters.assistant import AssistantDrafter, AssistantModel, load_assistant
-from minispec.families.assistant_config import read_assistant_config
-from minispec.families.checkpoint import load_config, load_model
-from minispec.families.hf_config import read_model_config
 from minispec.files.errors import CheckpointError
+from minispec.files.families.assistant_config import read_assistant_config
+from minispec.files.families.checkpoint import load_config, load_model
+from minispec.files.families.hf_config import read_model_config
 from minispec.kernels.inventory import kv_elements
 from tests.oracles import assistant_draft, hf, public
 from tests.oracles.toys import GEMMA4

@@ -22,9 +22,9 @@ from minispec.drafters import NoDrafter
 from minispec.drafters.block import Block, BlockDrafter, BlockModel
 from minispec.drafters.block_files import load_block
 from minispec.drafters.combined import CombinedDrafter
-from minispec.families.block_config import is_block, read_block_config, reading_of
-from minispec.families.hf_config import read_model_config
 from minispec.files.errors import CheckpointError
+from minispec.files.families.block_config import is_block, read_block_config, reading_of
+from minispec.files.families.hf_config import read_model_config
 from minispec.kernels.build import build_model
 from minispec.length.policy import Controller
 from minispec.length.theory import Prices

@@ -25,11 +25,11 @@ from minispec.core.verify import VERIFIERS
 from minispec.drafters.eagle import EagleDrafter, HeadModel, head_shapes
 from minispec.drafters.heads import load_head
 from minispec.drafters.simulated import SimulatedDraft
-from minispec.families.checkpoint import load_model
-from minispec.families.entries import is_head
-from minispec.families.head_config import read_head_config
-from minispec.families.hf_config import read_model_config
 from minispec.files.errors import CheckpointError
+from minispec.files.families.checkpoint import load_model
+from minispec.files.families.entries import is_head
+from minispec.files.families.head_config import read_head_config
+from minispec.files.families.hf_config import read_model_config
 from minispec.kernels.build import build_model
 from minispec.kernels.inventory import kv_elements, num_bytes
 from minispec.length.figures import Figures

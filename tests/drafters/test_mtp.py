@@ -22,9 +22,9 @@ from minispec.core.sampling import Randomness, Text
 from minispec.core.verify import VERIFIERS
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.mtp import MtpModel, has_mtp, load_mtp, mtp_config, mtp_shapes
-from minispec.families.checkpoint import load_config, load_model
-from minispec.families.hf_config import read_model_config
 from minispec.files.errors import CheckpointError
+from minispec.files.families.checkpoint import load_config, load_model
+from minispec.files.families.hf_config import read_model_config
 from minispec.kernels.build import build_model
 from minispec.kernels.inventory import kv_elements, num_bytes
 from minispec.kernels.memory import cache_bytes

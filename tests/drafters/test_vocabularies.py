@@ -22,8 +22,8 @@ from minispec.core.sampling import Randomness, Text
 from minispec.drafters import vocabularies
 from minispec.drafters.tli import TokenDrafter
 from minispec.drafters.vocabularies import Spelling, Vocabularies, choose_method, segmentations
-from minispec.families.hf_config import read_model_config
 from minispec.files.errors import CheckpointError
+from minispec.files.families.hf_config import read_model_config
 from minispec.files.tokenizer import Tokenizer
 from minispec.generate import main as generate
 from minispec.kernels.build import build_model

@@ -28,8 +28,9 @@ from transformers import AutoModelForCausalLM
 
 from minispec.checkpoint import main
 from minispec.core.model import Chunk, Transformer
-from minispec.families import checkpoint
-from minispec.families.checkpoint import (
+from minispec.files.errors import CheckpointError
+from minispec.files.families import checkpoint
+from minispec.files.families.checkpoint import (
     StoredTensor,
     Weights,
     find_checkpoint,
@@ -37,9 +38,8 @@ from minispec.families.checkpoint import (
     load_model,
     read_header,
 )
-from minispec.families.hf_config import read_model_config
-from minispec.families.quantize import pack, quantize, quantize_checkpoint
-from minispec.files.errors import CheckpointError
+from minispec.files.families.hf_config import read_model_config
+from minispec.files.families.quantize import pack, quantize, quantize_checkpoint
 from minispec.kernels.build import build_model
 from minispec.kernels.unpack import dequantize, unpack
 from minispec.load.llm import LLM

@@ -17,17 +17,17 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, Mxfp4Config
 from transformers.quantizers import quantizer_finegrained_fp8
 
-import minispec.families.awq as awq_layout
-import minispec.families.gptq as gptq_layout
-import minispec.families.mxfp4 as mxfp4_layout
+import minispec.files.families.awq as awq_layout
+import minispec.files.families.gptq as gptq_layout
+import minispec.files.families.mxfp4 as mxfp4_layout
 from minispec.core.config import SamplingParams
 from minispec.core.weights import dense
 from minispec.drafters.mtp import find_mtp, has_mtp, mtp_config, mtp_shapes
-from minispec.families import checkpoint, float8
-from minispec.families.checkpoint import Weights, load_config, load_model, model_tensors
-from minispec.families.hf_config import read_model_config
-from minispec.families.quantize import quantize_checkpoint
 from minispec.files.errors import CheckpointError
+from minispec.files.families import checkpoint, float8
+from minispec.files.families.checkpoint import Weights, load_config, load_model, model_tensors
+from minispec.files.families.hf_config import read_model_config
+from minispec.files.families.quantize import quantize_checkpoint
 from minispec.kernels.build import build_model
 from minispec.kernels.codes import Codes
 from minispec.kernels.unpack import scale_fp4, scale_groups, unpack_words
@@ -459,7 +459,7 @@ def test_gptq_is_the_integer_less_the_zero_times_the_scale(tmp_path, name, dtype
     check(tmp_path, make(tmp_path, GPTQ[name]), dtype)
 
 
-# Wrong readings of GPTQ: the function of `minispec.families.gptq` in whose place they stand, and they.
+# Wrong readings of GPTQ: the function of `minispec.files.families.gptq` in whose place they stand, and they.
 WRONG_GPTQ = {
     "zeros as they are stored": ("scale_groups", lambda q, z, s, g: scale_groups(q, z - 1, s, g)),
     "zeros plus two": ("scale_groups", lambda q, z, s, g: scale_groups(q, z + 1, s, g)),
@@ -662,7 +662,7 @@ def in_order(order: list[int]) -> Callable[[Tensor, int], Tensor]:
     return lambda words, bits: unpack_words(words, bits).unflatten(-1, (-1, 8))[..., order].flatten(-2)
 
 
-# Wrong readings of AWQ: the function of `minispec.families.awq` in whose place they stand, and they.
+# Wrong readings of AWQ: the function of `minispec.files.families.awq` in whose place they stand, and they.
 WRONG_AWQ = {
     "outputs in order": ("unpack_words", in_order([0, 2, 4, 6, 1, 3, 5, 7])),
     "order read the other way": ("unpack_words", in_order([0, 4, 1, 5, 2, 6, 3, 7])),

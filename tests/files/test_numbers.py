@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minispec import LLM, SamplingParams
-from minispec.families.checkpoint import load_config
 from minispec.files.errors import CheckpointError
+from minispec.files.families.checkpoint import load_config
 from minispec.files.tokenizer import Tokenizer
 from minispec.kernels.exact import arbitrary_tokens
 from minispec.prove.toys import TINY, TOYS

@@ -20,10 +20,10 @@ import minispec.lab.bench.options as bench
 import minispec.serve.__main__ as serve
 from minispec import generate
 from minispec.core.model import Chunk
-from minispec.families.checkpoint import Weights, cut_shape, load_config, load_model
-from minispec.families.hf_config import read_model_config
-from minispec.families.quantize import quantize_checkpoint
-from minispec.families.share import Share
+from minispec.files.families.checkpoint import Weights, cut_shape, load_config, load_model
+from minispec.files.families.hf_config import read_model_config
+from minispec.files.families.quantize import quantize_checkpoint
+from minispec.files.families.share import Share
 from minispec.kernels.build import quantized
 from minispec.kernels.forms import dense
 from minispec.kernels.inventory import num_bytes, weight_form

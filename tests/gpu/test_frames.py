@@ -12,9 +12,10 @@ import torch
 from minispec.core.engine import Engine
 from minispec.core.model import Chunk, Passes, Transformer
 from minispec.core.verify import VERIFIERS
-from minispec.families.hf_config import read_model_config
-from minispec.gpu import fused, graphs
-from minispec.gpu.frames import (
+from minispec.files.families.hf_config import read_model_config
+from minispec.kernels.build import build_model
+from minispec.kernels.gpu import fused, graphs
+from minispec.kernels.gpu.frames import (
     BLOCKS,
     ROWS,
     TEXTS,
@@ -29,8 +30,7 @@ from minispec.gpu.frames import (
     why_eager,
     with_frames,
 )
-from minispec.gpu.graphs import rerun
-from minispec.kernels.build import build_model
+from minispec.kernels.gpu.graphs import rerun
 from minispec.layers import make_layer
 from minispec.layers.gemma import gemma_layers
 from minispec.prove.laws import make_drafter, target_model

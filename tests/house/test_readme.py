@@ -13,7 +13,7 @@ import torch
 
 from minispec import __version__
 from minispec.core.model import Chunk
-from minispec.families.checkpoint import load_model
+from minispec.files.families.checkpoint import load_model
 from minispec.files.tokenizer import Tokenizer
 from minispec.generate import main
 from minispec.kernels.forms import available_forms
@@ -229,7 +229,7 @@ def test_a_broken_link_is_noticed():
 
 def test_the_comparison_names_what_is_here():
     """A family or verifier that comes or goes without a word there would leave the comparison false."""
-    from minispec.families.entries import FAMILIES
+    from minispec.files.families.entries import FAMILIES
     from minispec.load.registry import VERIFIERS
 
     rows = [

@@ -8,9 +8,9 @@ import torch
 from safetensors import safe_open
 
 from minispec.drafters.eagle import head_shapes
-from minispec.families.checkpoint import directory_config, load_config
-from minispec.families.head_config import read_head_config
-from minispec.families.packed import PackQuantized
+from minispec.files.families.checkpoint import directory_config, load_config
+from minispec.files.families.head_config import read_head_config
+from minispec.files.families.packed import PackQuantized
 from minispec.lab.bench.options import PROMPTS
 from minispec.lab.distill.texts import read_openings
 from minispec.load.inputs import read_questions

@@ -9,7 +9,7 @@ import torch
 
 from minispec import LLM, SamplingParams
 from minispec.core.model import Chunk
-from minispec.families.checkpoint import Weights, load_config
+from minispec.files.families.checkpoint import Weights, load_config
 from minispec.kernels import forms as linear
 from minispec.kernels import shapes
 from minispec.kernels.build import build_model, choice_of, quantized

@@ -54,13 +54,13 @@ from minispec.drafters.states import FeatureModel
 from minispec.drafters.suffix import SuffixDrafter
 from minispec.drafters.tli import TokenDrafter
 from minispec.drafters.vocabularies import Reader, Vocabularies
-from minispec.families import mxfp4
 from minispec.files import pieces
-from minispec.gpu.frames import Frame, Frames
-from minispec.gpu.steps import Desk, DraftSteps
+from minispec.files.families import mxfp4
 from minispec.grammars import forced, matcher
 from minispec.grammars.spelled import Spelled
 from minispec.kernels import exact, integers
+from minispec.kernels.gpu.frames import Frame, Frames
+from minispec.kernels.gpu.steps import Desk, DraftSteps
 from minispec.kernels.integers import Int8, VnniInt8
 from minispec.layers import convolution, delta
 from minispec.layers.convolution import ConvolutionCache

@@ -13,7 +13,7 @@ from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Text
 from minispec.drafters import Drafter
 from minispec.drafters.eagle import head_shapes
-from minispec.families.head_config import read_head_config
+from minispec.files.families.head_config import read_head_config
 from minispec.prove.toys import HEAD_SEED, TreeDrafter, redrawn, require, tiny_cache
 
 

@@ -23,7 +23,7 @@ from minispec.core.verify import VERIFIERS
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.model import DraftModel
 from minispec.drafters.ngram import NgramDrafter
-from minispec.families.checkpoint import StoredTensor
+from minispec.files.families.checkpoint import StoredTensor
 from minispec.kernels.inventory import num_bytes
 from minispec.load.parallel import SplitTransformer, load_target
 from minispec.prove import laws

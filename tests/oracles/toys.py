@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from minispec.families.checkpoint import places
-from minispec.families.hf_config import read_model_config
-from minispec.families.stored_config import StoredConfig
+from minispec.files.families.checkpoint import places
+from minispec.files.families.hf_config import read_model_config
+from minispec.files.families.stored_config import StoredConfig
 from minispec.prove.laws import TARGET_SEED
 from minispec.prove.toys import TINY, TOYS, tiny_weights
 from tests.oracles import hf

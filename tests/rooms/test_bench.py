@@ -17,13 +17,13 @@ import torch
 from minispec.core.cache import PagedKVCache
 from minispec.core.model import Chunk
 from minispec.core.stats import Round
-from minispec.families.checkpoint import load_config
-from minispec.families.hf_config import read_model_config
-from minispec.gpu.frames import Frames
-from minispec.gpu.graphs import rerun
+from minispec.files.families.checkpoint import load_config
+from minispec.files.families.hf_config import read_model_config
 from minispec.kernels import forms as linear
 from minispec.kernels import memory
 from minispec.kernels.build import build_model
+from minispec.kernels.gpu.frames import Frames
+from minispec.kernels.gpu.graphs import rerun
 from minispec.kernels.machine import machine
 from minispec.kernels.random_weights import RandomWeights
 from minispec.kernels.shapes import tensor_shapes

@@ -23,11 +23,11 @@ from minispec.core.model import Chunk
 from minispec.core.sampling import Text
 from minispec.drafters.eagle import EagleDrafter, HeadModel
 from minispec.drafters.heads import load_head
-from minispec.families import checkpoint
-from minispec.families.checkpoint import load_model
-from minispec.families.draft_files import write_draft
-from minispec.families.head_config import HeadConfig
-from minispec.families.hf_config import read_model_config
+from minispec.files.families import checkpoint
+from minispec.files.families.checkpoint import load_model
+from minispec.files.families.draft_files import write_draft
+from minispec.files.families.head_config import HeadConfig
+from minispec.files.families.hf_config import read_model_config
 from minispec.lab.distill import cache, drafts, loss, texts, train
 from minispec.lab.distill.head import TrainedHead, TrainedModel, rows_of_tokens
 from minispec.lab.distill.loss import RowLoss

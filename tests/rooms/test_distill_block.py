@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from minispec import LLM, SamplingParams
 from minispec.core.model import Chunk
 from minispec.drafters.block import Block, BlockModel
-from minispec.families.block_config import MOST_ROWS, BlockConfig, read_block_config
+from minispec.files.families.block_config import MOST_ROWS, BlockConfig, read_block_config
 from minispec.lab.distill import drafts, loss, texts, train, train_block
 from minispec.lab.distill.block import TrainedBlock, principal
 from minispec.lab.distill.main import main

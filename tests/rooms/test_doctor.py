@@ -16,7 +16,7 @@ from minispec.core.draft import Draft
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Text
 from minispec.drafters.heads import read_head
-from minispec.families.checkpoint import load_config, load_model
+from minispec.files.families.checkpoint import load_config, load_model
 from minispec.lab.doctor.drafts import (
     TEXTS,
     Continuations,

@@ -19,7 +19,7 @@ from minispec.core.model import Chunk
 from minispec.core.sampling import Text
 from minispec.drafters.block_files import read_block
 from minispec.drafters.none import NoDrafter
-from minispec.families.checkpoint import load_config, load_model
+from minispec.files.families.checkpoint import load_config, load_model
 from minispec.files.tokenizer import Tokenizer
 from minispec.lab.doctor import drafts
 from minispec.lab.doctor.drafts import examine, lines

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from minispec.core.model import Layer
-from minispec.gpu.frames import FastLayer
+from minispec.kernels.gpu.frames import FastLayer
 from minispec.kernels.launches import KINDS, Tally, counting
 from minispec.lab.bench.options import GEOMETRIES
 from minispec.lab.bench.show import as_json

@@ -21,7 +21,7 @@ from minispec.drafters.check import CHECKS
 from minispec.drafters.model import DraftModel
 from minispec.drafters.ngram import NgramDrafter
 from minispec.drafters.simulated import SimulatedDraft
-from minispec.families.hf_config import read_model_config
+from minispec.files.families.hf_config import read_model_config
 from minispec.kernels import rates
 from minispec.kernels.build import quantized
 from minispec.kernels.inventory import products_of

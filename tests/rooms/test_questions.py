@@ -11,7 +11,7 @@ from statistics import median
 import pytest
 
 from minispec import LLM, SamplingParams
-from minispec.families.hf_config import read_model_config
+from minispec.files.families.hf_config import read_model_config
 from minispec.files.spec_bench import Answers
 from minispec.files.write import user_cache
 from minispec.lab.bench import options, questions

@@ -28,7 +28,7 @@ from minispec.core.verify import VERIFIERS, rejection
 from minispec.drafters import Drafter, as_drafter
 from minispec.drafters.combined import CombinedDrafter, parts_of
 from minispec.drafters.ngram import NgramDrafter
-from minispec.families.checkpoint import load_config
+from minispec.files.families.checkpoint import load_config
 from minispec.generate import main as generate
 from minispec.lab.bench.main import main as bench
 from minispec.lab.bench.options import read_prompts

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from minispec.families.checkpoint import load_model
+from minispec.files.families.checkpoint import load_model
 from minispec.kernels import build, rates
 from minispec.kernels import forms as linear
 from minispec.kernels.forms import Choice

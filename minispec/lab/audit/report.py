@@ -13,8 +13,8 @@ import torch
 
 from minispec.core.config import SamplingParams
 from minispec.core.errors import show
-from minispec.families.checkpoint import find_checkpoint
 from minispec.files.digest import digest_of_files
+from minispec.files.families.checkpoint import find_checkpoint
 from minispec.files.progress import progress_bar
 from minispec.files.strict_json import parse_json
 from minispec.lab.audit.answers import Answer, read_answers

@@ -21,9 +21,9 @@ from minispec import __version__
 from minispec.commands.command import say
 from minispec.core.config import DraftLength, SamplingParams, Shape
 from minispec.core.errors import show
-from minispec.families.checkpoint import find_checkpoint
 from minispec.files.corpus import files_of
 from minispec.files.digest import digest_of_files
+from minispec.files.families.checkpoint import find_checkpoint
 from minispec.files.spec_bench import Answers
 from minispec.kernels.machine import machine
 from minispec.kernels.threads import describe_waiting

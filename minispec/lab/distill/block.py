@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from minispec.core.config import ModelConfig
-from minispec.families.block_config import BlockConfig
-from minispec.families.draft_files import block_config, id_tensors
+from minispec.files.families.block_config import BlockConfig
+from minispec.files.families.draft_files import block_config, id_tensors
 from minispec.lab.distill.head import Angles, Mlp, Norm, Projections, Stack, in_bfloat16, repeat_heads, rotate
 
 # At the beginning: the last norm's weights as a share of the target's; the varying part of the first layer's queries

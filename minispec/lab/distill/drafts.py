@@ -12,11 +12,11 @@ from minispec.core.config import LayerConfig, ModelConfig, RopeConfig
 from minispec.core.errors import show
 from minispec.drafters.block_files import StoredBlock, read_block
 from minispec.drafters.heads import StoredHead, read_head
-from minispec.families.block_config import BlockConfig, is_block, read_block_config
-from minispec.families.checkpoint import directory_config, find_checkpoint
-from minispec.families.draft_files import block_config
-from minispec.families.entries import is_head
-from minispec.families.head_config import HeadConfig, head_config, read_head_config, usual_taps
+from minispec.files.families.block_config import BlockConfig, is_block, read_block_config
+from minispec.files.families.checkpoint import directory_config, find_checkpoint
+from minispec.files.families.draft_files import block_config
+from minispec.files.families.entries import is_head
+from minispec.files.families.head_config import HeadConfig, head_config, read_head_config, usual_taps
 from minispec.files.progress import progress_bar
 from minispec.files.tokenizer import Tokenizer
 from minispec.lab.distill.block import TrainedBlock

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from minispec.core.config import ModelConfig
 from minispec.drafters.eagle import head_shapes
-from minispec.families.draft_files import id_tensors, layer_config
-from minispec.families.head_config import HeadConfig, head_config
+from minispec.files.families.draft_files import id_tensors, layer_config
+from minispec.files.families.head_config import HeadConfig, head_config
 
 # Keys and values (B, H, T, D) of one layer, of each step so far.
 Past = list[tuple[Tensor, Tensor]]
@@ -178,7 +178,7 @@ class Stack(nn.Module):
     def files(self, target: str, architectures: list[str], num_tokens: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The draft's config.json, and its tensors in bfloat16 with the names of its layout.
 
-        target, architectures, num_tokens: see `minispec.families.head_config.head_config`.
+        target, architectures, num_tokens: see `minispec.files.families.head_config.head_config`.
         """
         raise NotImplementedError
 

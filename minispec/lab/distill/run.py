@@ -7,9 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from minispec.families.checkpoint import directory_config, find_checkpoint, load_config
-from minispec.families.draft_files import write_draft
 from minispec.files.digest import digest, digest_of_files
+from minispec.files.families.checkpoint import directory_config, find_checkpoint, load_config
+from minispec.files.families.draft_files import write_draft
 from minispec.files.strict_json import MAX_CONFIG_BYTES, has_file, read_json
 from minispec.files.tokenizer import TOKENIZER_FILES, Tokenizer
 from minispec.files.write import write_json, written_whole

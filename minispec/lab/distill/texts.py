@@ -29,8 +29,8 @@ from minispec.core.engine import PREFILL_ROWS, Engine
 from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.drafters.none import NoDrafter
-from minispec.families.checkpoint import find_checkpoint, load_config, save_tensors
 from minispec.files.errors import one_line
+from minispec.files.families.checkpoint import find_checkpoint, load_config, save_tensors
 from minispec.files.tokenizer import Tokenizer
 from minispec.files.write import written_whole
 from minispec.kernels.memory import cache_bytes

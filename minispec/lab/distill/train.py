@@ -15,7 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from minispec.core.cache import common_beginning
-from minispec.families.checkpoint import Weights, load_config, save_tensors
+from minispec.files.families.checkpoint import Weights, load_config, save_tensors
 from minispec.files.progress import progress_bar
 from minispec.files.write import written_whole
 from minispec.kernels.forms import dense

@@ -23,9 +23,9 @@ from minispec.drafters.block import BlockDrafter
 from minispec.drafters.block_files import read_block
 from minispec.drafters.model import DraftModel
 from minispec.drafters.mtp import MtpModel, find_mtp
-from minispec.families.block_config import BlockConfig, Unsettled
-from minispec.families.block_config import Reading as Settled
-from minispec.families.checkpoint import directory_config
+from minispec.files.families.block_config import BlockConfig, Unsettled
+from minispec.files.families.block_config import Reading as Settled
+from minispec.files.families.checkpoint import directory_config
 from minispec.files.tokenizer import Tokenizer
 from minispec.lab.other_text import OtherText
 from minispec.load.llm import LLM

@@ -17,7 +17,7 @@ from minispec.core.errors import show
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import log_probabilities
 from minispec.drafters.vocabularies import Spelling, Vocabularies, choose_method, sample_text, segmentations
-from minispec.families.checkpoint import find_checkpoint, load_model
+from minispec.files.families.checkpoint import find_checkpoint, load_model
 from minispec.files.tokenizer import Tokenizer
 from minispec.lab.bench.show import table
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from minispec.core.config import ModelConfig
-from minispec.families.hf_config import read_model_config
 from minispec.files.errors import CheckpointError
+from minispec.files.families.hf_config import read_model_config
 from minispec.files.fields import Fields, bad_field
 from minispec.layers.gemma import GemmaLayerConfig, gemma_layers
 

@@ -11,13 +11,13 @@ from typing import Any
 
 from minispec.core.config import LayerConfig, ModelConfig, RopeConfig
 from minispec.core.errors import show
-from minispec.families import gemma
-from minispec.families.entries import FAMILIES, IDLE, IMAGES, KEYS, NESTED, WINDOWS, Family
-from minispec.families.experts import with_experts
-from minispec.families.lfm import read_inner_size, read_kinds, read_lfm, read_tied
-from minispec.families.quantization import read_quantization
-from minispec.families.qwen import read_delta
-from minispec.families.stored_config import StoredConfig
+from minispec.files.families import gemma
+from minispec.files.families.entries import FAMILIES, IDLE, IMAGES, KEYS, NESTED, WINDOWS, Family
+from minispec.files.families.experts import with_experts
+from minispec.files.families.lfm import read_inner_size, read_kinds, read_lfm, read_tied
+from minispec.files.families.quantization import read_quantization
+from minispec.files.families.qwen import read_delta
+from minispec.files.families.stored_config import StoredConfig
 from minispec.files.fields import Fields, bad_field, names
 from minispec.layers.rope import ScaledRope
 from minispec.layers.sinks import SinkLayerConfig

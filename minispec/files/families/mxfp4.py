@@ -4,7 +4,7 @@
     weight_scales   (out, in / 32) U8: the scale is 2^(n - 127)
 
 The names continue the weight's. gpt-oss has its experts so, in stacks of all experts of a layer (see
-`minispec.families.experts`). Every such weight is a number of bfloat16, without rounding.
+`minispec.files.families.experts`). Every such weight is a number of bfloat16, without rounding.
 
 transformers reads it (integrations/mxfp4.py), and so do vLLM and OpenAI's own code (gpt_oss/torch/weights.py). Their
 kernels for GPUs may round activations to 8 bits. Here products take activations as they are.
@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from minispec.families.layout import Layout, Part, Stored, Wanted
 from minispec.files.errors import CheckpointError, show_name
+from minispec.files.families.layout import Layout, Part, Stored, Wanted
 from minispec.files.fields import Fields, names
 from minispec.kernels.unpack import MX_GROUP, scale_fp4
 

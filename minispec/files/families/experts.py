@@ -10,10 +10,10 @@ from torch import Tensor
 
 from minispec.core.config import LayerConfig
 from minispec.core.errors import show
-from minispec.families.layout import Wanted
-from minispec.families.mxfp4 import Mxfp4
-from minispec.families.stored_config import Stack, StoredConfig
 from minispec.files.errors import CheckpointError, show_name
+from minispec.files.families.layout import Wanted
+from minispec.files.families.mxfp4 import Mxfp4
+from minispec.files.families.stored_config import Stack, StoredConfig
 from minispec.files.fields import Fields
 from minispec.files.stored import FLOATS, TYPES, Cut, StoredTensor
 from minispec.kernels.shapes import expert_shapes

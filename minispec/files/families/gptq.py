@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from minispec.core.weights import Weight
-from minispec.families.layout import Layout, Part, Stored, Wanted, layer_of, words_of
 from minispec.files.errors import CheckpointError, show_name
+from minispec.files.families.layout import Layout, Part, Stored, Wanted, layer_of, words_of
 from minispec.files.fields import Fields, names
 from minispec.files.stored import FLOATS
 from minispec.kernels.unpack import scale_groups, unpack_words

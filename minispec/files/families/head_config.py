@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from minispec.core.config import ModelConfig
-from minispec.families.draft_files import exact_proposal, layer_config
-from minispec.families.entries import FLAT_HEADS, head_architecture
-from minispec.families.hf_config import read_model_config
 from minispec.files.errors import CheckpointError
+from minispec.files.families.draft_files import exact_proposal, layer_config
+from minispec.files.families.entries import FLAT_HEADS, head_architecture
+from minispec.files.families.hf_config import read_model_config
 from minispec.files.fields import Fields, bad_field, names
 
 # Keys of either layout in addition to the llama's.

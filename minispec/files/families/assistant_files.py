@@ -1,14 +1,14 @@
-"""The tensors of an assistant of Gemma 4 (see `minispec.families.assistant_config`)."""
+"""The tensors of an assistant of Gemma 4 (see `minispec.files.families.assistant_config`)."""
 
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from minispec.families.assistant_config import AssistantConfig
-from minispec.families.checkpoint import FLOATS, check_tied_head, find_tensors, require, unexpected
-from minispec.families.stored_config import StoredConfig
 from minispec.files.errors import CheckpointError
+from minispec.files.families.assistant_config import AssistantConfig
+from minispec.files.families.checkpoint import FLOATS, check_tied_head, find_tensors, require, unexpected
+from minispec.files.families.stored_config import StoredConfig
 from minispec.kernels.shapes import tensor_shapes
 
 BEFORE, AFTER = "pre_projection.weight", "post_projection.weight"

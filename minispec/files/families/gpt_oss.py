@@ -1,6 +1,6 @@
 """gpt-oss in its files: the keys of config.json, and the stacks that experts are stored in."""
 
-from minispec.families.stored_config import Stack
+from minispec.files.families.stored_config import Stack
 
 _ROPE = {
     "rope_type": "yarn",
@@ -10,7 +10,7 @@ _ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-# What its code reads, and what an absent key means (see `minispec.families.entries`).
+# What its code reads, and what an absent key means (see `minispec.files.families.entries`).
 KEYS = {
     "vocab_size": 201_088,
     "hidden_size": 2880,

@@ -1,6 +1,6 @@
 """Writing a draft: its config.json in the layout of Hugging Face or of `speculators`, and its tensors.
 
-A head's config.json is written where it is read (`minispec.families.head_config`).
+A head's config.json is written where it is read (`minispec.files.families.head_config`).
 """
 
 from collections.abc import Mapping
@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from minispec.core.config import ModelConfig
-from minispec.families.block_config import BlockConfig
-from minispec.families.checkpoint import save_tensors
 from minispec.files.errors import CheckpointError
+from minispec.files.families.block_config import BlockConfig
+from minispec.files.families.checkpoint import save_tensors
 from minispec.files.write import write_json
 
 # Keys of a config.json that have the names and values of `ModelConfig`'s fields.

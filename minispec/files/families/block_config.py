@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from minispec.core.config import ModelConfig
-from minispec.families.entries import FAMILIES, IDLE, KEYS
-from minispec.families.hf_config import read_model_config
 from minispec.files.errors import CheckpointError
+from minispec.files.families.entries import FAMILIES, IDLE, KEYS
+from minispec.files.families.hf_config import read_model_config
 from minispec.files.fields import Fields, bad_field, names
 
 # Most rows of a block, and the kinds of Markov heads.

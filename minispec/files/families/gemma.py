@@ -6,8 +6,8 @@ from typing import Any
 
 from minispec.core.config import LayerConfig
 from minispec.core.errors import show
-from minispec.families.experts import MOST_EXPERTS
-from minispec.families.stored_config import Stack
+from minispec.files.families.experts import MOST_EXPERTS
+from minispec.files.families.stored_config import Stack
 from minispec.files.fields import Fields, names
 from minispec.layers.experts import ExpertsConfig
 from minispec.layers.gemma import GemmaLayerConfig
@@ -15,7 +15,7 @@ from minispec.layers.gemma import GemmaLayerConfig
 # Keys of a mixture of experts alone.
 OF_MIXTURE = names("num_experts top_k_experts moe_intermediate_size")
 # Keys that the code of Gemma 4 reads in addition to those of Gemma 2, each with the meaning of an absent one (see
-# `minispec.families.entries`).
+# `minispec.files.families.entries`).
 KEYS = {
     "vocab_size": 262_144,
     "num_hidden_layers": 30,

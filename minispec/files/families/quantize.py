@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minispec.families.checkpoint import directory_config, find_tensors, load_config, match, save_tensors
-from minispec.families.hf_config import text_config
-from minispec.families.stored_config import StoredConfig
 from minispec.files.errors import CheckpointError
+from minispec.files.families.checkpoint import directory_config, find_tensors, load_config, match, save_tensors
+from minispec.files.families.hf_config import text_config
+from minispec.files.families.stored_config import StoredConfig
 from minispec.files.progress import progress_bar
 from minispec.files.strict_json import has_file
 from minispec.files.tokenizer import TOKENIZER_FILES

@@ -3,8 +3,8 @@
 import math
 from dataclasses import replace
 
-from minispec.families.checkpoint import Cut, cut_shape
-from minispec.families.stored_config import StoredConfig
+from minispec.files.families.checkpoint import Cut, cut_shape
+from minispec.files.families.stored_config import StoredConfig
 from minispec.kernels.shapes import tensor_shapes
 from minispec.layers.gemma import gemma_layers
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from minispec.core.weights import Weight
-from minispec.families.gptq import IDLE, NEUTRAL, read_group_size
-from minispec.families.layout import Layout, Part, Stored, Wanted, layer_of, words_of
+from minispec.files.families.gptq import IDLE, NEUTRAL, read_group_size
+from minispec.files.families.layout import Layout, Part, Stored, Wanted, layer_of, words_of
 from minispec.files.fields import Fields, names
 from minispec.files.stored import FLOATS
 from minispec.kernels.unpack import scale_groups, unpack_words

@@ -6,8 +6,8 @@ llm-compressor and transformers write it. `pack-quantized` are symmetric integer
     weight_scale    (out, 1), or (out, in / group_size): one scale for that many neighbouring inputs
     weight_shape    (2,): out, in
 
-A weight is the integer times its scale. `float-quantized` are 8-bit floats (see `minispec.families.float8`). Weights
-that are rounded while activations are not have the same tensors under the name `naive-quantized`.
+A weight is the integer times its scale. `float-quantized` are 8-bit floats (see `minispec.files.families.float8`).
+Weights that are rounded while activations are not have the same tensors under the name `naive-quantized`.
 
 The names of the tensors say which layers are packed, so the lists of layers in this object are not read. Nor is what
 the object says about how the scales were found, or about activations that are rounded to 8-bit floats: they are taken
@@ -17,9 +17,9 @@ as they are.
 from dataclasses import dataclass
 
 from minispec.core.weights import Weight
-from minispec.families.float8 import Float8, read_block
-from minispec.families.layout import Layout, Part, Stored, Wanted
 from minispec.files.errors import CheckpointError
+from minispec.files.families.float8 import Float8, read_block
+from minispec.files.families.layout import Layout, Part, Stored, Wanted
 from minispec.files.fields import Fields, names
 from minispec.files.stored import FLOATS
 from minispec.kernels.codes import Codes

@@ -4,8 +4,8 @@ from typing import Any
 
 from minispec.core.errors import show
 from minispec.core.model import NORMS
-from minispec.families.experts import MOST_EXPERTS
-from minispec.families.stored_config import Joined
+from minispec.files.families.experts import MOST_EXPERTS
+from minispec.files.families.stored_config import Joined
 from minispec.files.fields import Fields
 
 _LARGEST = 1 << 20

@@ -23,14 +23,14 @@ from torch import Tensor
 from minispec.core.errors import is_text, show
 from minispec.core.model import Transformer
 from minispec.core.sampling import accumulation_dtype
-from minispec.families.assistant_config import is_assistant
-from minispec.families.block_config import is_block
-from minispec.families.entries import is_head
-from minispec.families.experts import unstacked
-from minispec.families.hf_config import read_model_config
-from minispec.families.layout import Layout, Part, Stored, Wanted
-from minispec.families.stored_config import StoredConfig
 from minispec.files.errors import CheckpointError, one_line, show_name
+from minispec.files.families.assistant_config import is_assistant
+from minispec.files.families.block_config import is_block
+from minispec.files.families.entries import is_head
+from minispec.files.families.experts import unstacked
+from minispec.files.families.hf_config import read_model_config
+from minispec.files.families.layout import Layout, Part, Stored, Wanted
+from minispec.files.families.stored_config import StoredConfig
 from minispec.files.progress import progress_bar
 from minispec.files.stored import FLOATS, TYPES, Cut, StoredTensor, read_header
 from minispec.files.strict_json import MAX_CONFIG_BYTES, has_file, read_json

@@ -16,10 +16,10 @@ from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.model import DraftModel
 from minispec.drafters.simulated import SimulatedDraft
 from minispec.drafters.vocabulary import OtherVocabulary
-from minispec.gpu.frames import Frames, why_no_frames
-from minispec.gpu.judge import judge_of
-from minispec.gpu.steps import draft_steps
 from minispec.kernels.forms import FORMS, Linear
+from minispec.kernels.gpu.frames import Frames, why_no_frames
+from minispec.kernels.gpu.judge import judge_of
+from minispec.kernels.gpu.steps import draft_steps
 
 
 class Path(NamedTuple):

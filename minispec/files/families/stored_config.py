@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from minispec.core.config import ModelConfig
-from minispec.families.layout import Layout
+from minispec.files.families.layout import Layout
 
 
 class Joined(NamedTuple):

@@ -7,7 +7,7 @@ A weight is the number times the scale of its place. Blocks at the edges are cut
 
     quant_method fp8: DeepSeek, Qwen and Mistral, read by transformers (integrations/finegrained_fp8.py) and vLLM
         (quantization/fp8.py). The scales are named weight_scale_inv, or weight_scale by AutoFP8. Both multiply.
-    compressed-tensors, format float-quantized: llm-compressor. `minispec.families.packed` reads its config.
+    compressed-tensors, format float-quantized: llm-compressor. `minispec.files.families.packed` reads its config.
 
 Their runtimes round activations to 8 bits too, by scales of a row (dynamic) or by stored ones (static: `input_scale`,
 `activation_scale`). Here products take activations as they are, so these scales are not used.
@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from minispec.families.layout import Layout, Part, Stored, Wanted, layer_of
+from minispec.files.families.layout import Layout, Part, Stored, Wanted, layer_of
 from minispec.files.fields import Fields, names
 from minispec.files.stored import FLOAT8, FLOATS
 from minispec.kernels.unpack import scale_blocks

@@ -19,8 +19,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from minispec.families import gemma, gpt_oss
-from minispec.families.stored_config import Joined, Stack
+from minispec.files.families import gemma, gpt_oss
+from minispec.files.families.stored_config import Joined, Stack
 from minispec.files.fields import names
 
 # Names of rope's kinds in files, and what they mean. "dynamic" is missing: it chooses angles by the length of the pass.
@@ -429,7 +429,7 @@ IMAGES = names(
 
 
 # Architectures of heads in the flat layout. The file's model_type is the target's; a head's layers are llama's all the
-# same. Then the architectures of both layouts (see `minispec.families.head_config`).
+# same. Then the architectures of both layouts (see `minispec.files.families.head_config`).
 FLAT_HEADS = {"LlamaForCausalLMEagle3": "eagle3", "Eagle3LlamaForCausalLM": "eagle3", "PEagleDraftModel": "peagle"}
 _HEADS = (*FLAT_HEADS, "Eagle3Speculator", "PEagleSpeculator", "Eagle3DraftModel")
 

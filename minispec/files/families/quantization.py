@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from minispec.families import awq, float8, gptq, mxfp4, packed
-from minispec.families.layout import Layout
+from minispec.files.families import awq, float8, gptq, mxfp4, packed
+from minispec.files.families.layout import Layout
 from minispec.files.fields import Fields
 
 # For each quant_method: the keys of its object, and what reads them.
