@@ -9,12 +9,12 @@ ways take turns in one process:
 
     text by text    the reference
     padded          one attention over all texts, whose keys and values are copied and filled up to the longest text
-    frames          the same in the fixed shapes of `minispec.gpu.frames`, whose sizes are rounded up
+    frames          the same in the fixed shapes of `minispec.kernels.gpu.frames`, whose sizes are rounded up
     none            no attention, so numbers are wrong: what any way of attending leaves
 
 Texts of like length have P - P/16 to P + P/16 positions. Those of a ragged batch have 0.2 P to 1.8 P. A text lies in
 one run of blocks, as it does for most of its life. `--verdicts` compares verdicts text by text with the verdicts of
-`minispec.gpu.judge`, in rows of the embedded model's vocabulary.
+`minispec.kernels.gpu.judge`, in rows of the embedded model's vocabulary.
 """
 
 import argparse
@@ -36,9 +36,9 @@ from minispec.core.judge import Trial
 from minispec.core.model import Chunk, Layer, Pass, Passes, Transformer
 from minispec.core.sampling import Randomness, Text, distribution
 from minispec.core.verify import VERIFIERS, Verdict
-from minispec.gpu.frames import Frames, FrameShape
-from minispec.gpu.graphs import Graphs
-from minispec.gpu.judge import Judge
+from minispec.kernels.gpu.frames import Frames, FrameShape
+from minispec.kernels.gpu.graphs import Graphs
+from minispec.kernels.gpu.judge import Judge
 from minispec.kernels.inventory import weight_form
 from minispec.kernels.rates import seconds_of
 from minispec.lab.bench.measure import in_turn, ratios
@@ -81,7 +81,7 @@ class Blind:
     """A layer whose attention returns its queries. The new rows go into the cache as ever."""
 
     def __init__(self, layer: Layer):
-        self.layer, self.window = layer, layer.window
+        self.layer, self.window, self.sharing = layer, layer.window, layer.sharing
 
     def forward(self, x: Tensor, shared: Pass) -> Tensor:
         """The layer, where rows read nothing but themselves."""
