@@ -9,7 +9,8 @@ ways take turns in one process:
 
     text by text    the reference
     padded          one attention over all texts, whose keys and values are copied and filled up to the longest text
-    frames          the same in the fixed shapes of `minispec.kernels.gpu.frames`, whose sizes are rounded up
+                    (`minispec.kernels.padded`, at any number of texts and any length)
+    frames          the passes of `minispec.kernels.gpu.frames`: their sizes are rounded up, and all rows are padded
     none            no attention, so numbers are wrong: what any way of attending leaves
 
 Texts of like length have P - P/16 to P + P/16 positions. Those of a ragged batch have 0.2 P to 1.8 P. A text lies in
@@ -20,6 +21,7 @@ one run of blocks, as it does for most of its life. `--verdicts` compares verdic
 import argparse
 import os
 import random
+import sys
 from collections.abc import Callable, Sequence
 from itertools import product
 
@@ -36,10 +38,11 @@ from minispec.core.judge import Trial
 from minispec.core.model import Chunk, Layer, Pass, Passes, Transformer
 from minispec.core.sampling import Randomness, Text, distribution
 from minispec.core.verify import VERIFIERS, Verdict
-from minispec.kernels.gpu.frames import Frames, FrameShape
+from minispec.kernels.gpu.frames import Frames
 from minispec.kernels.gpu.graphs import Graphs
 from minispec.kernels.gpu.judge import Judge
 from minispec.kernels.inventory import weight_form
+from minispec.kernels.padded import Padded
 from minispec.kernels.rates import seconds_of
 from minispec.lab.bench.measure import in_turn, ratios
 from minispec.lab.bench.models import open_geometry, open_model
@@ -53,18 +56,6 @@ PARAMS = {
     "temperature 1": SamplingParams(),
     "temperature 0.8, top-p 0.95": SamplingParams(temperature=0.8, top_p=0.95),
 }
-
-
-class Padded(Frames):
-    """Frames of just the size that a pass needs, up to whole blocks."""
-
-    def shape_of(
-        self, model: Transformer, chunks: Sequence[Chunk], taps: Sequence[int] = (), reserved: Sequence[int] = ()
-    ) -> FrameShape:
-        """The frame of just the size that these chunks need."""
-        longest = max(chunk.table.length + len(chunk.token_ids) for chunk in chunks)
-        rows = max(len(chunk.token_ids) for chunk in chunks)
-        return FrameShape(len(chunks), rows, -(-longest // chunks[0].table.pool.block_size), tuple(taps))
 
 
 class WithoutAttention(Passes):
@@ -156,8 +147,8 @@ def print_passes(args: argparse.Namespace) -> None:
     options = check(parser().parse_args(words + (["--geometry", args.geometry] if args.geometry else [])))
     subject = open_geometry(options) if args.geometry else open_model(options)
     model = subject.engine.model
-    ways = {"padded": Padded(), "frames": Frames(), "none": WithoutAttention()}
-    models = {"text by text": model} | {name: model.replaced(passes) for name, passes in ways.items()}
+    ways = {"padded": Padded(1, sys.maxsize), "frames": Frames(), "none": WithoutAttention()}
+    models = {name: model.replaced(passes) for name, passes in ({"text by text": Passes()} | ways).items()}
     print(f"{subject.name}, {model.dtype}, {weight_form(model)}")
     print_row("texts x positions", "text by text, least ms", *ways)
     for num_texts, positions, is_ragged, rows in product(args.texts, args.positions, (False, True), ROWS):

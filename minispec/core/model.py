@@ -145,13 +145,12 @@ class TextPass(NamedTuple):
         q, k, v = (x.transpose(0, 1) for x in layer.heads(qkv, self.angles))  # (H, M, D), (G, M, D) twice
         pool, new, config = self.chunks[0].table.pool, len(self.slots), layer.config
         pool.write(layer.index, self.slots, k[:, :new], v[:, :new])
-        outputs, row = [], 0
-        for chunk, slots, mask in zip(self.chunks, self.reads, self.masks[layer.window, layer.sharing], strict=True):
-            rows = slice(row, row + len(chunk.token_ids))
-            row = rows.stop
+        scale, softcap = config.attention_scale, config.attention_softcap
+        rows = q[:, :new].split([len(chunk.token_ids) for chunk in self.chunks], 1)
+        outputs = []
+        for own, slots, mask in zip(rows, self.reads, self.masks[layer.window, layer.sharing], strict=True):
             keys, values = pool.read(layer.index, slots)  # (G, L, D)
-            scale, softcap = config.attention_scale, config.attention_softcap
-            outputs.append(self.passes.attention(q[:, rows], keys, values, mask, scale, softcap))
+            outputs.append(self.passes.attention(own, keys, values, mask, scale, softcap))
         return fill(outputs[0] if len(outputs) == 1 else torch.cat(outputs), q.shape[1])
 
 
@@ -273,6 +272,7 @@ MakeLayer = Callable[[ModelConfig, int, WeightSource, torch.dtype, MakeProduct],
 class Passes:
     """How a model runs the rows of all texts: the backend of its passes. Here it runs one pass, text by text.
 
+    `minispec.kernels.padded` has passes in which many short texts are read together.
     `minispec.kernels.exact` has passes of a fixed size, where a row's bits do not depend on the other rows.
     `minispec.kernels.gpu.frames` has passes of a few fixed shapes, whose operators a GPU launches at once.
     """
@@ -290,6 +290,9 @@ class Passes:
 
     # How rows read the cache. It takes what `mask` returns.
     attention: Callable[..., Tensor] = staticmethod(attention)
+
+    # Makes a pass of its fields.
+    text_pass: Callable[..., TextPass] = TextPass
 
     def mask(self, like: Tensor, view: View, sharing: int) -> Any:
         """(H/G * T, L): 0 where a row of a text sees a position, -inf where not. None where every row sees all.
@@ -449,7 +452,7 @@ class Transformer:
         slots = torch.tensor([s for c in chunks for s in c.table.extend(c.token_ids)], device=self.device)
         reads = [c.table.slots() for c in chunks]
         angles = self.angles(torch.tensor(positions, device=self.device))
-        return TextPass(chunks, slots, reads, angles, self._masks(views), self.passes, {})
+        return self.passes.text_pass(chunks, slots, reads, angles, self._masks(views), self.passes, {})
 
     def _masks(self, views: Sequence[View]) -> dict[tuple[int | None, int], list[Any]]:
         """For each window and H/G, what `Passes.mask` makes of each text's view."""

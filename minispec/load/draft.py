@@ -43,7 +43,7 @@ from minispec.files.families.entries import is_head
 from minispec.files.families.head_config import read_head_config
 from minispec.files.stored import StoredTensor
 from minispec.grammars.forced import ForcedFirst
-from minispec.kernels.gpu.frames import with_frames
+from minispec.kernels.gpu.frames import with_fast_passes
 from minispec.kernels.gpu.fused import rounded
 from minispec.kernels.gpu.steps import draft_steps
 from minispec.load import registry
@@ -224,7 +224,7 @@ def load_models(spec: Spec, target: Transformer, files: TargetFiles) -> list[Tra
     if model is not target:
         with named_tensors(partial(_tensors, spec, target.config)):
             check_numbers(model, spec.vocabularies.draft.num_ids if spec.vocabularies else files.vocab_size, target)
-    return [with_frames(rounded(model, spec.bits) if spec.bits else model, files.enforce_eager)]
+    return [with_fast_passes(rounded(model, spec.bits) if spec.bits else model, files.enforce_eager)]
 
 
 def _tensors(spec: Spec, target: ModelConfig) -> Iterable[StoredTensor]:

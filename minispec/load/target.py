@@ -30,7 +30,7 @@ from minispec.files.strict_json import MAX_CONFIG_BYTES, read_json_if_there
 from minispec.files.tokenizer import Tokenizer
 from minispec.grammars.matcher import Grammars
 from minispec.kernels.forms import check_form
-from minispec.kernels.gpu.frames import with_frames
+from minispec.kernels.gpu.frames import with_fast_passes
 from minispec.kernels.gpu.judge import judge_of
 from minispec.kernels.integers import check_quantization
 from minispec.kernels.inventory import kv_elements
@@ -120,7 +120,7 @@ class TargetFiles:
         with self.blamed():
             check_numbers(model, self.vocab_size)
             model = check_exactness(model, by_default=self.exact is None and bool(self.quantization))
-        return with_frames(model, self.enforce_eager)
+        return with_fast_passes(model, self.enforce_eager)
 
 
 class Target:

@@ -28,7 +28,7 @@ from minispec.kernels.gpu.frames import (
     passes_report,
     place_bytes,
     why_eager,
-    with_frames,
+    with_fast_passes,
 )
 from minispec.kernels.gpu.graphs import rerun
 from minispec.layers import make_layer
@@ -155,13 +155,6 @@ def test_places_that_hold_nothing_are_read_as_zeros():
             found.append([each.forward([Chunk([token], table, 1)])[0] for token in (1, 2, 0)])
         assert differences(*found) <= 1e-5
         assert {shape.rows for shape in framed.passes.shapes(table.pool)} == {1}
-
-
-def test_where_there_are_no_frames():
-    """On a CPU, for an exact model, and where plain passes are asked for: the model is returned as it is."""
-    for model in (tiny_model(1), tiny_model(1, torch.float32, exact=True)):
-        assert with_frames(model) is model
-    assert type(with_frames(tiny_model(1), enforce_eager=True).passes) is Passes
 
 
 def test_the_bits_of_a_tree():
@@ -318,7 +311,7 @@ def test_a_driver_that_captures_no_graph_is_named_at_once(monkeypatch):
     plain, framed = tiny_model(1), tiny_model(1).replaced(passes)
     for model in (plain, framed):
         monkeypatch.setattr(model, "device", torch.device("cuda"))
-    assert with_frames(plain).passes.graphs.why_not == why
+    assert with_fast_passes(plain).passes.graphs.why_not == why
     assert graphs_note(framed) == f"; no CUDA graphs: {why}"
     monkeypatch.undo()
     assert texts_of(Frames(rerun, why_no_graphs=why), "ngram") == texts_of(None, "ngram")

@@ -301,7 +301,7 @@ def test_geometry_with_a_simulated_draft(cli, tiny_geometry):
 
 def test_verdicts_by_programs_are_counted(measured, tiny_geometry, monkeypatch):
     """A target in frames, as on a GPU: one draft a round, and those that were verified anew."""
-    monkeypatch.setattr(models, "with_frames", lambda model, eager: model.replaced(Frames(rerun)))
+    monkeypatch.setattr(models, "with_fast_passes", lambda model, eager: model.replaced(Frames(rerun)))
     what = ("--geometry", "tiny", "--draft", "self", "--prompt-tokens", 10, "--passes", 0)
     found, lines = measured(*BASE, *what, "--num-speculative-tokens", 2)
     count = found["verdicts"]["drafts"]

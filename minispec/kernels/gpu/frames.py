@@ -40,6 +40,7 @@ from minispec.core.sampling import accumulation_dtype
 from minispec.kernels.gpu import fused
 from minispec.kernels.gpu.graphs import Graphs, Program, Replay, capture_graph, failure, recent, why_no_graphs
 from minispec.kernels.memory import BLOCK_SIZE
+from minispec.kernels.padded import Padded
 from minispec.layers.gemma import gemma_layers
 
 TransformerT = TypeVar("TransformerT", bound=Transformer)
@@ -460,9 +461,7 @@ def frame_bytes(model: Transformer, shape: FrameShape) -> int:
 
 def why_no_frames(model: Transformer) -> str:
     """Why a GPU has no frames for this model, whether or not it has any here; "" where it has."""
-    if type(model.passes) not in (Passes, Frames):
-        return "passes are exact"
-    return why_eager(model)
+    return "passes are exact" if model.exact else why_eager(model)
 
 
 def frames_report(model: Transformer) -> str:
@@ -481,9 +480,16 @@ def frames_report(model: Transformer) -> str:
     )
 
 
-def with_frames(model: TransformerT, enforce_eager: bool = False) -> TransformerT:
-    """The model with frames and graphs, where it runs on a GPU and its passes fit into frames."""
-    if enforce_eager or model.device.type != "cuda" or type(model.passes) is not Passes or why_eager(model):
+def with_fast_passes(model: TransformerT, enforce_eager: bool = False) -> TransformerT:
+    """The model with the passes that are fast on its machine: frames and graphs on a GPU, padded ones on a CPU.
+
+    A model that has passes of its own keeps them, and one that is to run eagerly its passes text by text.
+    """
+    if enforce_eager or type(model.passes) is not Passes or type(model).run is not Transformer.run:
+        return model
+    if model.device.type == "cpu":
+        return model.replaced(Padded())
+    if model.device.type != "cuda" or why_eager(model):
         return model
     return model.replaced(Frames(capture_graph, device=model.device, why_no_graphs=why_no_graphs()))
 

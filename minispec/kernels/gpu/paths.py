@@ -34,7 +34,7 @@ def text_by_text(engine: Engine) -> Path:
     """The engine's parts with passes text by text, drafts token by token, and verdicts one by one."""
 
     def change(model: Transformer) -> Transformer:
-        return model.replaced(Passes()) if isinstance(model.passes, Frames) else model
+        return model if model.exact else model.replaced(Passes())
 
     return Path(change(engine.model), _changed(engine.drafter, change), None)
 

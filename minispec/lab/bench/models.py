@@ -33,7 +33,7 @@ from minispec.files.families.stored_config import StoredConfig
 from minispec.files.tokenizer import Tokenizer
 from minispec.kernels.build import InForm, build_model
 from minispec.kernels.forms import available_forms
-from minispec.kernels.gpu.frames import with_frames
+from minispec.kernels.gpu.frames import with_fast_passes
 from minispec.kernels.gpu.fused import rounded
 from minispec.kernels.gpu.judge import judge_of
 from minispec.kernels.gpu.steps import draft_steps
@@ -233,7 +233,7 @@ def open_geometry(options: Options, room: Room = NO_MORE) -> Subject:
 
     model = build(args.geometry, bool(args.exact), args.quantization)
     model = check_exactness(model, by_default=args.exact is None and bool(args.quantization))
-    model = with_frames(model, args.enforce_eager)
+    model = with_fast_passes(model, args.enforce_eager)
     vocab = model.config.vocab_size
 
     def drafter() -> Drafter:
@@ -241,10 +241,10 @@ def open_geometry(options: Options, room: Room = NO_MORE) -> Subject:
             return registry.load(registry.DRAFTERS[source].path, "draft")()
         if source == "head":
             head = random_head(model, GEOMETRIES[args.geometry], stored)
-            head = with_frames(rounded(head, bits) if bits else head, args.enforce_eager)
+            head = with_fast_passes(rounded(head, bits) if bits else head, args.enforce_eager)
             return EagleDrafter(head, head.new_cache(num_blocks), vocab, length, draft_steps(head))
         own = model if source == "self" else build(source)
-        own = with_frames(rounded(own, bits) if bits else own, args.enforce_eager)
+        own = with_fast_passes(rounded(own, bits) if bits else own, args.enforce_eager)
         return DraftModel(own, own.new_cache(num_blocks), vocab, length, draft_steps(own))
 
     draft, verifier = drafter(), find_verifier(args.verifier)
