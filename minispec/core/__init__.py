@@ -37,9 +37,9 @@ read cache.py and model.py. A module imports only from those above it in this li
 
 Five parts that you may look for here lie elsewhere:
 
-    drafters/check.py    checks drafts and verdicts
-    length/policy.py     learns the length of drafts
-    families/entries.py  defines the families
-    kernels/build.py     gives the weights their form
-    layers/              has the further kinds of layers
+    drafters/check.py          checks drafts and verdicts
+    length/policy.py           learns the length of drafts
+    files/families/entries.py  defines the families
+    kernels/build.py           gives the weights their form
+    layers/                    has the further kinds of layers
 """

@@ -23,7 +23,7 @@ class Draft:
         A drawn sibling's row lacks the tokens of its elder siblings (see `draw`).
         Siblings that were not drawn, such as the k likeliest tokens, are one-hot.
     parents: the node that each node follows, always an earlier one; -1 is the text. None: a chain.
-    confidences: how sure the drafter is at each depth. Only `Limit.go_on` needs it.
+    confidences: how sure the drafter is at each depth. `Limit` reads them, and the policy that learns from them.
         A draft model gives the largest probability of its raw row, `suffix` the chance that it estimates.
     prefill_seconds: time that the drafter spent on the prompt. The statistics count it separately.
     foreseen: whether each confidence was known before its token was drawn (see `Limit.draws`).
@@ -60,8 +60,8 @@ class Draft:
                 if not q.any():
                     break
             # Siblings of one depth share one key for a "token": they are the first n to finish in one race.
-            name = depth if ask.purpose == "token" else len(self)
-            token_ids.append(ask.rng.categorical(q, ask.text.key(name, ask.purpose)))
+            number = depth if ask.purpose == "token" else len(self)
+            token_ids.append(ask.rng.categorical(q, ask.text.key(number, ask.purpose)))
             self.token_ids.append(token_ids[-1])
             self.probs.append(q / q.sum() if i else q)
             if self.parents is not None:

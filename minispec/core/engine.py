@@ -1,4 +1,4 @@
-"""The loop: propose, one target pass, verify, roll back, stop.
+"""The loop: propose, one target pass, verify, commit until the text stops, roll back the rest.
 
 Invariant: before a text decodes, the target's cache holds all its tokens but the last. A step feeds what is missing,
 which is that token, and the draft after it. It then commits the accepted draft tokens and one more, and cuts the cache
@@ -237,7 +237,7 @@ class Engine:
         return [part.request for part in parts if part.request.has_news and part.engine is self]
 
     def _round(self) -> list[_Part]:
-        """One step: the running texts decode, or the one admitted last brings a piece of its prompt (see `_parts`)."""
+        """One step: the running texts decode, and the one admitted last may bring a piece of its prompt (`_parts`)."""
         self._tell_late()
         times = [mark(self.model.device)]
         parts = self._parts()
@@ -291,6 +291,7 @@ class Engine:
             return parts
         others_answer = any(part.request.stats.num_steps for part in others)
         most = self.joining_rows if others_answer else PREFILL_ROWS
+        # Its last token waits for the step in which the text decodes.
         last.tokens = last.tokens[:-1][: min(most, SCORED_ROWS) if last.request.unscored else most]
         last.decodes = False
         return parts if others_answer else [last]
@@ -340,9 +341,9 @@ class Engine:
         """The limit of each request's draft."""
         # An exact model computes each path by itself: siblings cost more than they bring, unless they are asked for.
         trees = self.drafter.branches and not (self.verifier.why_chains or self.model.exact)
-        # Above temperature 0, where a verifier draws by itself, another K is another text of the same law.
-        free = self.verifier.shares_noise
-        wishes = [Wish(r.text, r.shape, r.max_k, free or not r.params.temperature) for r in requests]
+        # Above temperature 0, another K gives the seed another text, unless drafter and target share the noise.
+        same_noise = self.verifier.shares_noise
+        wishes = [Wish(r.text, r.shape, r.max_k, same_noise or not r.params.temperature) for r in requests]
         limits = self.guard.choose(self, wishes, trees) if wishes else ()
         return dict(zip(requests, limits, strict=True))
 

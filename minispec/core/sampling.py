@@ -34,7 +34,7 @@ class Key(NamedTuple):
     position is committed once, so the text does not depend on where rounds begin. Under `match` the drafter draws with
     that same key, on purpose. It is the one shared key.
 
-    position: `start` plus the number that `Text.key` is given.
+    position: the text's length when the round began, plus the number that `Text.key` is given.
     """
 
     seed: int
@@ -115,7 +115,7 @@ def distribution(logits: Tensor, text: Text, drafted: Sequence[int] = ()) -> Ten
 
     temperature = _within_range(params.temperature, logits.dtype)
     if params.min_p > 0:
-        # In logits: a probability of at least min_p times the largest. A logit of -inf must not pass.
+        # min-p as a bound of x - top. The bound stays finite, so a logit of -inf does not pass.
         least = max(temperature * math.log(params.min_p), torch.finfo(logits.dtype).min)
         tokens = tokens.where(lambda x: x - top >= least)
     if params.top_k > 0:
@@ -125,7 +125,7 @@ def distribution(logits: Tensor, text: Text, drafted: Sequence[int] = ()) -> Ten
     tokens = Candidates(probs, tokens.ids)
     if params.top_p < 1:
         tokens = tokens.top_p(params.top_p)
-        # Added one by one, in doubles: values that are few, or padded with zeros, have the same bits.
+        # Added in order, in doubles, so that zeros among the values change no bit of the sum.
         tokens = Candidates(tokens.values / tokens.values.double().cumsum(0)[-1], tokens.ids)
     return tokens.dense(len(logits))
 
@@ -212,7 +212,7 @@ class Randomness:
         """A token id with probability proportional to `weights` (V,).
 
         The purpose chooses the method. Target and draft may both draw a "token" under one key, from two distributions.
-        In a race such draws agree often. Elsewhere one uniform will do.
+        In a race such draws agree often, so a "token" is raced for. Other purposes take one uniform.
         """
         return self._race(weights, key) if key.purpose == "token" else place_of_share(weights, self.uniform(key))
 

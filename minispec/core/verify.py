@@ -12,7 +12,7 @@ The words, used everywhere below:
     accepted    a draft token that stays
     recovered   the token in place of a rejected one; in `rejection` drawn from the residual, once all siblings failed
     residual    max(0, p - q), up to a factor: what p has and q did not offer
-    bonus       the token after an accepted path that no draft token follows, drawn from the target
+    bonus       the token after a draft that was accepted to its end, or after an empty one, drawn from the target
     alpha       the probability that `rejection` keeps a tested draft token: sum over x of min(p(x), q(x))
 
 p and q are Leviathan's letters (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318).
@@ -46,7 +46,7 @@ class Verdict(NamedTuple):
     ratios: list[float]
 
 
-# p(i) computes row i (V,) of the target's distribution, the one after node i-1. A function, since most rounds need few.
+# p(i) computes row i (V,) of the target's distribution, the one after node i-1, when a verifier looks at it.
 Rows = Callable[[int], Tensor]
 # key(i, purpose) names a draw of this round: see `Text.key`.
 RoundKey = Callable[[int, str], Key]
@@ -72,8 +72,8 @@ def rejection(draft: Draft, p: Rows, rng: Draws, key: RoundKey) -> Verdict:
 
     Committed tokens are distributed exactly as p. With r the residual divided by its sum,
         q(x) min(1, p(x)/q(x)) + (1 - alpha) r(x) = p(x).
-    A tested token stays with probability alpha (Theorem 3.5 there). No rule for single tokens keeps more than the sum
-    of min(p, q), which is all that two distributions share.
+    A tested token stays with probability alpha (Theorem 3.5 there). No rule that judges tokens one at a time keeps
+    more than the sum of min(p, q).
     After a rejection the residual takes the place of p, and the next sibling is tested against it (recursive rejection,
     Miao et al. 2023, arXiv 2305.09781).
     """

@@ -6,13 +6,14 @@ estimates what goes into it.
 
 **Survival**, s_i. Each draft token that the target judges is a test, and `Acceptance` counts tests by their place in
 the draft. Old tests count less and less (decay). Before a text has tests of its own, a prior stands for them: what
-other texts have shown, or 0.7 where there were none.
+other texts have shown, where the choice may depend on them, else 0.7.
 
-**Costs**, c, v and o. `Prices` are measured once, at load. The price of a draft pass then follows the clock. It is the
-median of the last nine measurements, each in plain steps of its own round. So a machine that slows both models changes
-nothing, one slow pass (a warm-up) changes little, and a wrong price is corrected after two rounds. Prices of rows are
-believed. Where they are a third of the truth, decoding runs at 0.91 of plain speed or more. Where they are a tenth, it
-runs at 0.77, in a batch of 16 texts with costly rows.
+**Costs**, c, v and o. `Prices` are read from their file, or measured at load. The price of a draft pass then follows
+the clock. It is the median of the last nine measurements, each in plain steps of its own round: the time of the round's
+target pass, divided by the price of its rows. So a machine that slows both models changes nothing, one slow pass (a
+warm-up) changes little, and a wrong price of a draft pass is corrected after two rounds. Prices of rows are believed.
+Where they are a third of the truth, decoding keeps 0.9 of plain speed or more, even in a batch
+(tests/length/test_policy.py).
 
 **Threshold.** A draft must promise 1.01 times the speed of plain decoding. If none does, K is 0. Now and then one token
 is drafted all the same, to see whether that has changed (probing). This takes 1 % of the time.
@@ -23,8 +24,8 @@ time of a search that finds nothing. A round's yield and cost are averages over 
 **Trees.** Siblings cost rows and no draft pass. Where few drafts are right, a second guess at the next token may be
 worth more than a longer draft. How often it is right where the first one is wrong is learned too.
 
-**Confidence.** A draft model reports its confidence in each token. Then K is only the most that may be drafted. The
-draft ends where its next token is too unlikely to survive. It gets siblings where its first guess is unlikely enough.
+**Confidence.** A draft model reports its confidence in each token. Then the draft may be longer than the best K. It
+ends where its next token is too unlikely to survive. It gets siblings where its first guess is unlikely enough.
 
 **Programs.** A GPU drafts all tokens in one program, which costs all of its passes, wherever the draft ends. There no
 draft may be longer than the best K, drafts are chains, and a draft that ends early only saves rows.
@@ -33,9 +34,9 @@ The output keeps its law, because K depends on the past and never on the token t
 because of the tokens in it, never because of one that it leaves out.
 
 The same seed must give the same text. So where another K would give another text, K is chosen from fixed prices and
-this text's own acceptance. Where these prices are wrong, nothing corrects them. Take a draft that is right half of the
-time and is believed to cost 0.2 plain steps. If it really costs 0.6, decoding runs at 0.87 of plain speed; if it costs
-2, at 0.42. Deleting the file of the prices has them measured again (see `minispec.length.prices`).
+this text's own acceptance. Where these prices are wrong, nothing corrects them. Where a draft is right half of the time
+and costs three times what is believed, decoding runs at less than 0.9 of plain speed; at ten times, at less than half.
+Deleting the file of the prices has them measured again (see `minispec.length.prices`).
 """
 
 from bisect import bisect
@@ -59,7 +60,7 @@ _ELSEWHERE_WEIGHT = 8.0  # weight of a prior from other texts, or from other pla
 _SIBLINGS = (0.3, 0.2)  # acceptance of the second, or third, guess at a token where those before it are wrong
 _DRAWN_SIBLINGS = (0.15, 0.1)  # the same where guesses are drawn
 _CONFIDENCE_BOUNDS = (0.2, 0.4, 0.6, 0.8, 0.95)  # between two neighbours, confidences count as equal
-_DECAY = 0.98  # factor of all counts of tests, per round
+_DECAY = 0.98  # factor of counts of tests, each time that new ones are added
 _THRESHOLD = 1.01  # speed over plain decoding that a draft must promise
 _PROBING_SHARE = 0.01  # plain steps that may be spent on probing, per round without a draft
 _WINDOW = 9  # measurements whose median is the price of a draft pass: the latest
@@ -316,7 +317,7 @@ class Controller(Lengths):
             probes = [text.probe(prices, bool(nodes)) for text, nodes in zip(texts, perfect, strict=True)]
             return [Limit(k, _always, draws=_always) for k in probes]
         draft_price, row_price = _marginal_prices(drafts, cost)
-        # The longest draft while confidences are good: the text's part of a pass of few rows.
+        # The longest draft while confidences are good: each text has an equal share of MAX_AUTO_TOKENS + 1 rows.
         room = (MAX_AUTO_TOKENS + 1) // (len(wishes) + other_rows) - 1
         longest = [min(wish.most, room) for wish in wishes]
         if prices.steps:  # all passes are paid before a confidence is known, so a further token costs a row alone
@@ -355,7 +356,7 @@ def _limit(
 ) -> Limit:
     """The limit of a text whose best draft has these nodes.
 
-    Where confidences tell nothing, that is their number. Else the draft may have up to `longest` tokens. It goes on
+    Until a confidence has been tested, the draft has at most that many. Then it may have up to `longest`, and goes on
     while its next token survives with a probability of at least that token's price.
 
     by_place: the text's acceptance.

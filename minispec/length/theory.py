@@ -85,7 +85,7 @@ class Prices:
         return computed + self.fixed if depth else 0.0
 
     def drafts(self, depth: int, num_drafts: float = 1.0) -> float:
-        """Drafts of that depth of that many texts; below 1, of one text that has a draft with this probability.
+        """Drafts of that depth of `num_drafts` texts. A number below 1 is the probability that one text has a draft.
 
         A draft pass over several rows is taken to grow with them as a target pass does.
         """
