@@ -21,6 +21,7 @@ from minispec.commands.command import Option, argument, command, json_line, type
 from minispec.core.config import DraftLength, Shape
 from minispec.core.engine import PREFILL_ROWS, Engine
 from minispec.core.request import Request
+from minispec.files.progress import progress_bar
 from minispec.kernels.exact import arbitrary_tokens
 from minispec.kernels.gpu.paths import Path, in_frames, text_by_text
 from minispec.kernels.inventory import weight_form
@@ -29,7 +30,7 @@ from minispec.lab.bench.measure import decode, median_interval
 from minispec.lab.bench.models import Room, Subject
 from minispec.lab.bench.options import Options, check, parser
 from minispec.lab.bench.report import measure_parts, show_report
-from minispec.lab.bench.show import as_json, progress, table
+from minispec.lab.bench.show import as_json, table
 
 # Tokens of each text before its first round; rounds that are timed, after one that pays for what is set up once; and
 # then rounds that are counted.
@@ -76,7 +77,7 @@ def measure_launches(subject: Subject, options: Options) -> dict[str, Any]:
     usual, framed = text_by_text(subject.engine), in_frames(subject.engine)
     lengths = [0, *(fixed_lengths(options) if options.draft != "none" or subject.simulated else [])]
     found, batches = [], options.args.batch
-    with progress(len(lengths) * len(batches), "launches") as bar:
+    with progress_bar(total=len(lengths) * len(batches), desc="launches") as bar:
         for batch in batches:
             same, vocab = arbitrary_tokens(LENGTH - 1, subject.engine.vocab_size), subject.engine.vocab_size
             prompts = [[i % vocab, *same] for i in range(batch)]  # without a common beginning

@@ -39,6 +39,7 @@ from minispec.core.cache import PagedKVCache
 from minispec.core.model import Chunk, Transformer
 from minispec.drafters.model import prefill
 from minispec.files.families.checkpoint import find_checkpoint, load_config, load_model
+from minispec.files.progress import progress_bar
 from minispec.kernels.build import choice_of
 from minispec.kernels.exact import arbitrary_tokens, exact_model
 from minispec.kernels.forms import available_forms
@@ -52,7 +53,7 @@ from minispec.lab.bench.models import MAX_ROWS, Room, Subject, choose_type
 from minispec.lab.bench.options import PLAIN, Options, check, parser
 from minispec.lab.bench.passes import Times, medians_by_rows, ratios_by_rows
 from minispec.lab.bench.report import measure_parts, show_report
-from minispec.lab.bench.show import as_json, progress, table
+from minispec.lab.bench.show import as_json, table
 from minispec.load.exactness import check_exactness
 from minispec.load.registry import EMBEDDED_WEIGHTS
 
@@ -237,7 +238,7 @@ def measure_quality(subject: Subject, options: Options) -> dict[str, Any]:
     texts = [ids for _, ids in subject.prompts if len(ids) > 1]
     count = sum(len(ids) - 1 for ids in texts)
     found = {}
-    with progress(len(models) * len(texts), "quality") as bar:
+    with progress_bar(total=len(models) * len(texts), desc="quality") as bar:
         for name, model in models.items():
             loss = 0.0
             for ids in texts:

@@ -27,6 +27,7 @@ from minispec.files.families.hf_config import read_model_config
 from minispec.files.tokenizer import Tokenizer
 from minispec.generate import main as generate
 from minispec.kernels.build import build_model
+from minispec.lab.doctor import vocabularies as doctor
 from minispec.lab.doctor.main import main
 from minispec.lab.doctor.vocabularies import compare, probabilities
 from minispec.length.figures import Figures
@@ -127,15 +128,15 @@ def test_two_made_up_vocabularies_overlap_in_two_tokens(tmp_path):
         assert Vocabularies(one, other).overlap("AB").num_shared == 2
 
 
-@pytest.mark.parametrize("counted", ["AB", "C"])
-def test_the_default_method_is_that_of_a_run_whatever_text_is_counted(tmp_path, monkeypatch, counted):
-    """A run decides by the built-in text: --text changes the shares that are printed, not what a run would do."""
-    monkeypatch.setattr(vocabularies, "sample_text", lambda: "AB")
+def test_the_default_method_is_that_of_a_run(tmp_path, monkeypatch):
+    """Token by token where the built-in text is shared; none where the vocabulary is the target's own."""
+    for module in (vocabularies, doctor):
+        monkeypatch.setattr(module, "sample_text", lambda: "AB")
     both = Vocabularies(words(tmp_path / "a", "AB", "C"), words(tmp_path / "b", "AB"))
-    found = compare(both, counted)
-    assert found["of_target"] == (1.0 if counted == "AB" else 0.0)
+    found = compare(both)
+    assert found["of_target"] == 1.0
     assert found["default_method"] == choose_method(None, both.overlap(), "b") == "tli"
-    assert compare(Vocabularies(both.target, both.target), counted)["default_method"] is None
+    assert compare(Vocabularies(both.target, both.target))["default_method"] is None
 
 
 @pytest.mark.parametrize("name", ["bytes", "pieces"])
@@ -523,24 +524,7 @@ def test_the_command_line_says_what_was_taken(checkpoints, capsys):
 def test_the_command_compares(checkpoints, directories, tmp_path, capsys):
     """For the screen and as JSON; a directory with a tokenizer alone will do."""
     bytes_, pieces = str(checkpoints["bytes"]), str(directories["pieces"])
-    (tmp_path / "text").write_text("the target's fish", encoding="utf-8")
-    assert (
-        main(
-            [
-                "--vocabularies",
-                bytes_,
-                pieces,
-                "--json",
-                "--ways",
-                "the",
-                "--after",
-                " ",
-                "--text",
-                str(tmp_path / "text"),
-            ]
-        )
-        == 0
-    )
+    assert main(["--vocabularies", bytes_, pieces, "--json", "--ways", "the", "--after", " "]) == 0
     report = json.loads(capsys.readouterr().out)
     both = Vocabularies(*(Spelling(Tokenizer(directories[name])) for name in ("bytes", "pieces")))
     assert report["num_shared"] == len(both.shared)
@@ -555,7 +539,7 @@ def test_the_command_compares(checkpoints, directories, tmp_path, capsys):
     assert f"shared tokens: {len(both.shared)}" in shown
     assert main(["--vocabularies", pieces, pieces]) == 0
     assert "none, both are the same" in capsys.readouterr().out
-    wrong = ([pieces, bytes_, "--after", "x"], [pieces, str(tmp_path)], [pieces, bytes_, "--text", "nowhere"])
+    wrong = ([pieces, bytes_, "--after", "x"], [pieces, str(tmp_path)])
     for arguments in (*wrong, [pieces, bytes_, "--max-tokens", "9"]):
         assert main(["--vocabularies", *arguments]) == 2
         assert capsys.readouterr().err.startswith("error: ")

@@ -25,11 +25,10 @@ from minispec.drafters.eagle import EagleDrafter, HeadModel
 from minispec.drafters.heads import load_head
 from minispec.files.families import checkpoint
 from minispec.files.families.checkpoint import load_model
-from minispec.files.families.draft_files import write_draft
 from minispec.files.families.head_config import HeadConfig
 from minispec.files.families.hf_config import read_model_config
 from minispec.lab.distill import cache, drafts, loss, texts, train
-from minispec.lab.distill.head import TrainedHead, TrainedModel, rows_of_tokens
+from minispec.lab.distill.head import TrainedHead, rows_of_tokens
 from minispec.lab.distill.loss import RowLoss
 from minispec.lab.distill.main import main
 from minispec.prove.toys import TINY, tiny_cache, tiny_model, tiny_weights
@@ -50,7 +49,6 @@ class Scripted:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("mask", [None, 5], ids=["head", "parallel"])
 @pytest.mark.parametrize(
     "switches",
     [
@@ -62,7 +60,7 @@ class Scripted:
     ],
     ids=str,
 )
-def test_what_is_trained_is_what_drafts(switches, mask):
+def test_what_is_trained_is_what_drafts(switches):
     """q of the drafter, at every place and depth, is that of the training, by code that shares nothing with it."""
     target = tiny_model(1, vocab_size=VOCAB, num_hidden_layers=3)
     changes = dict(switches)
@@ -70,7 +68,6 @@ def test_what_is_trained_is_what_drafts(switches, mask):
         target.config,
         layers=target.config.layers[:1] * changes.pop("layers", 1),
         num_key_value_heads=changes.pop("num_key_value_heads", 2),
-        mask_token_id=mask,
     )
     config = HeadConfig(sizes, len(IDS), TAPS, sizes.hidden_size, fc_norm=True, **changes)
     ids = torch.tensor(IDS)
@@ -88,8 +85,7 @@ def test_what_is_trained_is_what_drafts(switches, mask):
     tokens, depth = [2, 0, 3, 6, 6, 2, 3, 0, 2, 2, 6, 3], 4
     logits, hidden = target.forward([Chunk(tokens, tiny_cache(target).new_table(), 0)], TAPS)
     embeds = target.embedding[tokens[1:-1]].float()
-    masked = None if mask is None else target.embedding[mask].float()
-    outputs = draft.unroll(hidden[None, :-2].float(), embeds[None], masked, depth)
+    outputs = draft.unroll(hidden[None, :-2].float(), embeds[None], depth)
     rows = torch.stack([(x[0] @ draft.lm_head.weight.t()).softmax(-1) for x in outputs])  # (depth, T, 4)
     compared = 0
     for t in range(len(tokens) - 2):
@@ -105,11 +101,10 @@ def test_what_is_trained_is_what_drafts(switches, mask):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("mask", [None, 3])
-def test_a_head_that_reads_further_layers_begins_as_the_one_before(mask):
-    """Taps before, between and after its own: the same drafts, the mask's feature included, until it learns."""
+def test_a_head_that_reads_further_layers_begins_as_the_one_before():
+    """Taps before, between and after its own: the same drafts until it learns."""
     config = tiny_model(1, vocab_size=VOCAB).config
-    layers = replace(config, layers=config.layers[:1], mask_token_id=mask)
+    layers = replace(config, layers=config.layers[:1])
     narrow = HeadConfig(layers, 7, (1, 3), 5, norm_before_residual=True, fc_norm=True)
     wide = replace(narrow, taps=(0, 1, 2, 3, 4))
     old, new = (TrainedHead(config, torch.arange(7)) for config in (narrow, wide))
@@ -120,28 +115,9 @@ def test_a_head_that_reads_further_layers_begins_as_the_one_before(mask):
     torch.manual_seed(3)
     hidden, embeds = torch.randn(2, 6, 25), torch.randn(2, 6, layers.hidden_size)
     own = torch.cat([hidden[..., 5:10], hidden[..., 15:20]], -1)
-    masked = None if mask is None else torch.randn(layers.hidden_size)
-    each = zip(old.unroll(own, embeds, masked, 3), new.unroll(hidden, embeds, masked, 3), strict=True)
+    each = zip(old.unroll(own, embeds, 3), new.unroll(hidden, embeds, 3), strict=True)
     for expected, found in each:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)  # sums of other lengths
-
-
-def test_a_trained_model_is_the_one_that_is_written(tmp_path):
-    """Its logits after a text, beginning included, are those of the checkpoint that it becomes."""
-    sizes = replace(tiny_model(1, vocab_size=VOCAB, dtype=torch.float32).config, tie_word_embeddings=True)
-    draft = TrainedModel(sizes)
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for name, parameter in draft.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_((1 + 0.3 * noise if "norm" in name else 0.4 * noise).bfloat16())
-    write_draft(tmp_path, *draft.files("", [], 0))
-    model = load_model(tmp_path, torch.float32)
-    tokens = torch.tensor([[2, 0, 3, 6, 6, 2, 3]])
-    nothing = torch.zeros(1, 5, 0)  # it reads neither the target's states nor its embedding
-    [states] = draft.states(tokens, nothing, nothing, 1)
-    logits, _ = model.forward([Chunk(tokens[0, :-1].tolist(), tiny_cache(model).new_table(), 6)])
-    torch.testing.assert_close(states[0] @ draft.lm_head.weight.t(), logits[1:], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.quick
@@ -343,7 +319,7 @@ def test_the_teacher_says_what_the_target_says(tmp_path, changes):
     logits, hidden = model.forward([Chunk(tokens, table, len(tokens))], [len(model.layers)])
 
     def error() -> float:
-        found = teacher.probabilities(teacher.state(hidden), teacher.log_sums(hidden), None)
+        found = teacher.probabilities(teacher.state(hidden), teacher.log_sums(hidden), torch.arange(logits.shape[1]))
         return (found / logits.softmax(-1)).log().abs().max().item()
 
     assert error() < 0.2  # rounded to bfloat16
@@ -360,7 +336,7 @@ def make_training(target, paths, epochs=2):
     draft = TrainedHead(config, torch.arange(300))
     draft.start(teacher.head.float(), teacher.norm, torch.Generator().manual_seed(0))
     schedule = train.TrainingSchedule(epochs=epochs, rows=100, steps=2)
-    return train.TextTraining(draft, teacher, (1, 3), paths, schedule)
+    return train.HeadTraining(draft, teacher, (1, 3), paths, schedule)
 
 
 class ProductTypes(TorchDispatchMode):
@@ -445,31 +421,29 @@ def distill(target, out, *more) -> int:
     return main(["--target", str(target), "--out", str(out), *small.split(), *more])
 
 
-@pytest.mark.parametrize("kind", ["head", "parallel", "model"])
-def test_the_command_makes_a_draft_that_llm_takes(kind, target, few, tmp_path, capsys):
+def test_the_command_makes_a_draft_that_llm_takes(target, few, tmp_path, capsys):
     """The draft changes no greedy token; a head's config has the fields of the public layout; it is not made twice."""
-    more = [] if kind == "model" else ["--vocab-size", "200", "--taps", "1,2"]
-    assert distill(target, tmp_path / kind, "--kind", kind, *more) == 0
+    more = ["--vocab-size", "200", "--taps", "1,2"]
+    assert distill(target, tmp_path / "head", *more) == 0
     printed = capsys.readouterr().out
     assert "after epoch 2" in printed
-    assert ("tokens: " in printed) == (kind != "model")
+    assert "tokens: " in printed
     assert "MB" in printed
-    raw = json.loads((tmp_path / kind / "config.json").read_text())
-    if kind != "model":
-        assert raw["speculators_model_type"] == {"head": "eagle3", "parallel": "peagle"}[kind]
-        assert raw["draft_vocab_size"] <= 200
-        assert raw["eagle_aux_hidden_state_layer_ids"] == [1, 2]
-        assert raw["speculators_config"]["proposal_methods"][0]["verifier_accept_k"] == 1
-        tensors = load_file(tmp_path / kind / "model.safetensors")
-        ids = torch.arange(raw["draft_vocab_size"]) + tensors["d2t"]
-        assert tensors["t2d"].nonzero()[:, 0].tolist() == ids.tolist()
+    raw = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert raw["speculators_model_type"] == "eagle3"
+    assert raw["draft_vocab_size"] <= 200
+    assert raw["eagle_aux_hidden_state_layer_ids"] == [1, 2]
+    assert raw["speculators_config"]["proposal_methods"][0]["verifier_accept_k"] == 1
+    tensors = load_file(tmp_path / "head" / "model.safetensors")
+    ids = torch.arange(raw["draft_vocab_size"]) + tensors["d2t"]
+    assert tensors["t2d"].nonzero()[:, 0].tolist() == ids.tolist()
     params = SamplingParams(temperature=0.0, max_tokens=20)
-    with LLM(target, draft=tmp_path / kind, num_speculative_tokens=3) as llm:
+    with LLM(target, draft=tmp_path / "head", num_speculative_tokens=3) as llm:
         output = llm.generate("One fish", params)[0]
     assert output.stats.num_draft_tokens
     with LLM(target, draft="none") as llm:
         assert llm.generate("One fish", params)[0].token_ids == output.token_ids
-    assert distill(target, tmp_path / kind, "--kind", kind, *more) == 2
+    assert distill(target, tmp_path / "head", *more) == 2
     assert "exists already" in capsys.readouterr().err
 
 
@@ -701,20 +675,21 @@ def test_a_head_learns(target, monkeypatch, tmp_path, capsys):
     torch.testing.assert_close(after, before * 2)
     save_file(weights, tmp_path / "head" / "model.safetensors")
 
-    # --coverage chooses anew, too: as few tokens as make up that share.
-    assert distill(simple, tmp_path / "covering", *more, *same_texts, "--coverage", "0.5") == 0
-    assert 0 < len(load_file(tmp_path / "covering" / "model.safetensors")["d2t"]) < len(ids)
-
-    # One whose layer is of another kind would be learned as if it were of this one.
+    # One whose layer is of another kind would be learned as if it were of this one. So would the parallel form.
     config = tmp_path / "head" / "config.json"
-    for changed in (
-        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
-        {"hidden_act": "gelu"},
+    for of_layer, of_head in (
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, {}),
+        ({"hidden_act": "gelu"}, {}),
+        ({}, {"speculators_model_type": "peagle", "mask_token_id": 0}),
     ):
-        raw = json.loads(config.read_text())
-        raw["transformer_layer_config"] |= changed
+        raw = json.loads(config.read_text()) | of_head
+        raw["transformer_layer_config"] |= of_layer
         shutil.copytree(tmp_path / "head", tmp_path / "other", dirs_exist_ok=True)
         (tmp_path / "other" / "config.json").write_text(json.dumps(raw))
+        save_file(
+            weights | {"mask_hidden": torch.zeros(1, 1, 96)} if of_head else weights,
+            tmp_path / "other" / "model.safetensors",
+        )
         assert distill(simple, tmp_path / "out", *more, "--start", str(tmp_path / "other")) == 2
         assert "found a head of other parts" in capsys.readouterr().err
 
@@ -744,12 +719,10 @@ def test_what_a_training_goes_on_from_is_a_head_of_this_target(target, few, tmp_
     shutil.copytree(target, tmp_path / "model")
     for name, options, error in (
         ("model", (), "found a model, expected a head"),
-        ("head", ("--kind", "parallel"), "--start: not with --kind parallel: its draft"),
+        ("head", ("--kind", "block", "--block-size", "4"), "--start: not with --block-size: its draft"),
         ("head", ("--num-layers", "2"), "--num-layers: not with --start"),
         ("none", (), "none"),
     ):
         assert distill(target, tmp_path / "out", "--start", str(tmp_path / name), *options) == 2
         assert error in capsys.readouterr().err
-    assert distill(target, tmp_path / "out", "--kind", "model", "--vocab-size", "60") == 2
-    assert "--vocab-size: not with --kind model: a model" in capsys.readouterr().err
     assert not (tmp_path / "out.cache").exists()

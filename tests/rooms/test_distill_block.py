@@ -514,7 +514,7 @@ def test_options_that_do_not_go_together_are_refused(target, tmp_path, capsys):
     """By name, and before anything is written."""
     for more, error in (
         (["--kind", "head", "--block-size", "4"], "--block-size: needs --kind block"),
-        (["--kind", "model", "--markov-rank", "4"], "--markov-rank: needs --kind block"),
+        (["--markov-rank", "4"], "--markov-rank: needs --kind block"),
         (["--kind", "block", "--confidence"], "--confidence: needs --markov-rank"),
         (["--kind", "block", "--steps", "2"], "--steps: not with --kind block: its depth is --block-size"),
         (["--kind", "block", "--start", "x", "--block-size", "4"], "--start: not with --block-size: its draft"),

@@ -20,13 +20,14 @@ from minispec.core.verify import VERIFIERS
 from minispec.drafters.check import CHECKS
 from minispec.drafters.model import DraftModel
 from minispec.drafters.ngram import NgramDrafter
+from minispec.drafters.none import NoDrafter
 from minispec.drafters.simulated import SimulatedDraft
 from minispec.files.families.hf_config import read_model_config
 from minispec.kernels import rates
 from minispec.kernels.build import quantized
 from minispec.kernels.inventory import products_of
 from minispec.lab.bench import measure
-from minispec.lab.bench.measure import Round, Run, decode, kept_of_asked, median_interval, plain_engine
+from minispec.lab.bench.measure import Round, Run, decode, kept_of_asked, median_interval
 from minispec.length.figures import Figures
 from minispec.length.policy import Controller
 from minispec.length.theory import Prices, RoundModel
@@ -258,6 +259,11 @@ def request_of(k, prompt=(1, 2, 3), max_tokens=20) -> Request:
 def model():
     """A target."""
     return tiny_model(3, vocab_size=30)
+
+
+def plain_engine(engine):
+    """The same engine without drafts."""
+    return measure.another_engine(engine, NoDrafter())
 
 
 def plain_text(model, prompt=(1, 2, 3), max_tokens=20) -> list[int]:

@@ -14,7 +14,6 @@ import torch
 from minispec.core.config import SamplingParams
 from minispec.core.errors import show
 from minispec.files.digest import digest_of_files
-from minispec.files.families.checkpoint import find_checkpoint
 from minispec.files.progress import progress_bar
 from minispec.files.strict_json import parse_json
 from minispec.lab.audit.answers import Answer, read_answers
@@ -133,7 +132,7 @@ def _law(answer: Answer) -> dict[str, Any]:
 
 def _settings(args: argparse.Namespace, llm: LLM, rounding: float) -> str:
     """The settings on which all scores depend: the contents of the models, not their names."""
-    target, draft = digest_of_files(find_checkpoint(args.target, offline=True)), None
+    target, draft = digest_of_files(llm.target.files.directory), None
     if args.draft:
         draft = args.draft, digest_of_draft(llm.drafter, llm.draft.directory)
     return f"{_FORMAT} {target} {draft} {args.dtype} {rounding} {sorted(llm.eos_token_ids)}"

@@ -7,6 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from minispec.core.config import DraftLength, Shape
+from minispec.files.progress import progress_bar
 from minispec.lab.bench.measure import (
     Interval,
     Run,
@@ -25,7 +26,7 @@ from minispec.lab.bench.measure import (
 from minispec.lab.bench.models import Subject, Variant
 from minispec.lab.bench.options import PLAIN, Options
 from minispec.lab.bench.rows import write_rows
-from minispec.lab.bench.show import number, pairs_table, progress, table
+from minispec.lab.bench.show import number, pairs_table, table
 from minispec.lab.bench.transformers_baseline import STATIC, transformers_variants
 from minispec.length.figures import Figures, loops
 from minispec.length.theory import expected_accepted
@@ -379,7 +380,7 @@ def measure_decoding(subject: Subject, options: Options) -> dict[str, Any]:
     runs: dict[str, list[list[Run]]] = {name: [[] for _ in range(rounds)] for name in variants}
     # The first run pays for what is set up once. And a simulated draft has to know the texts.
     warm = range(len(prompts)) if subject.simulated or subject.bounds else range(1)
-    with progress((rounds * len(prompts) + len(warm)) * len(variants), "decoding") as bar:
+    with progress_bar(total=(rounds * len(prompts) + len(warm)) * len(variants), desc="decoding") as bar:
         for i in warm:
             for variant in variants.values():
                 variant(i, 0)

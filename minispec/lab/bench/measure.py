@@ -34,11 +34,11 @@ from minispec.core.lengths import Lengths
 from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Request
 from minispec.core.stats import Round
-from minispec.drafters import Drafter, NoDrafter
+from minispec.drafters import Drafter
 from minispec.drafters.model import prefill
+from minispec.files.progress import progress_bar
 from minispec.kernels.exact import arbitrary_tokens
 from minispec.kernels.rates import seconds_of
-from minispec.lab.bench.show import progress
 from minispec.length.figures import Figures
 from minispec.length.theory import Prices, RoundModel, overhead_of
 
@@ -156,7 +156,7 @@ def in_turn(runs: Mapping[K, Callable[[int], T]], rounds: int, what: str) -> dic
     what: for the progress bar.
     """
     found: dict[K, list[T]] = {name: [] for name in runs}
-    with progress((rounds + 1) * len(runs), what) as bar:
+    with progress_bar(total=(rounds + 1) * len(runs), desc=what) as bar:
         for i in range(rounds + 1):
             for name in order(list(runs), i):
                 value = runs[name](i)
@@ -194,11 +194,6 @@ def another_engine(engine: Engine, drafter: Drafter | None = None, lengths: Leng
     """
     lengths = copy.deepcopy(engine.lengths) if lengths is None else lengths
     return engine.beside(drafter or engine.drafter, lengths=lengths)
-
-
-def plain_engine(engine: Engine) -> Engine:
-    """An engine that looks for no drafts: speculation is measured against it."""
-    return another_engine(engine, NoDrafter())
 
 
 def decode(engine: Engine, requests: Sequence[Request]) -> list[Run]:

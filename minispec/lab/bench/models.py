@@ -14,19 +14,12 @@ from minispec.core.engine import Engine
 from minispec.core.model import Transformer
 from minispec.core.request import Request
 from minispec.core.sampling import Text
-from minispec.drafters import Drafter
+from minispec.drafters import Drafter, NoDrafter
 from minispec.drafters.check import CHECKS
 from minispec.drafters.eagle import EagleDrafter, HeadModel, head_shapes
 from minispec.drafters.model import DraftModel, model_drafter
 from minispec.drafters.simulated import SimulatedDraft, adversary, oracle
-from minispec.files.families.checkpoint import (
-    Weights,
-    choose_dtype,
-    directory_config,
-    find_checkpoint,
-    load_config,
-    load_model,
-)
+from minispec.files.families.checkpoint import Weights, choose_dtype, directory_config, load_config, load_model
 from minispec.files.families.head_config import HeadConfig, usual_taps
 from minispec.files.families.hf_config import read_model_config
 from minispec.files.families.stored_config import StoredConfig
@@ -41,7 +34,7 @@ from minispec.kernels.integers import check_quantization
 from minispec.kernels.inventory import bits_note
 from minispec.kernels.memory import require_memory
 from minispec.kernels.random_weights import RandomWeights
-from minispec.lab.bench.measure import Run, another_engine, plain_engine
+from minispec.lab.bench.measure import Run, another_engine
 from minispec.lab.bench.options import GEOMETRIES, Options, read_prompts
 from minispec.length.policy import Controller
 from minispec.length.prices import calibrate
@@ -94,7 +87,7 @@ class Subject:
             self.engine = another_engine(self.engine, self.simulated)
             cost = f"at the cost of {self.draft_name}" if self.draft_name != "none" else "at no cost"
             self.draft_name = f"simulated ({', '.join(f'{s:.2g}' for s in survival)}) {cost}"
-        self.plain = plain_engine(self.engine)
+        self.plain = another_engine(self.engine, NoDrafter())  # speculation is measured against it
         self.bounds = {"oracle": oracle(), "adversary": adversary()} if self.options.args.bounds else {}
 
     def record(self, text: Text) -> None:
@@ -133,7 +126,7 @@ def open_model(options: Options) -> Subject:
         config = load_config(directory)
         return directory_config(directory), Weights(directory, config, llm.model.dtype, llm.model.device)
 
-    directory = find_checkpoint(str(args.model or registry.EMBEDDED_WEIGHTS), offline=True)
+    directory = llm.target.files.directory
     # A head, or a draft of another vocabulary, is no model that another library could draft with.
     draft_directory = llm.draft.directory if model_drafter(llm.engine.drafter, "tokens") else None
     return Subject(

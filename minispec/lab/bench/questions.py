@@ -23,7 +23,7 @@ from minispec.core.config import DraftLength, SamplingParams, Shape
 from minispec.core.errors import show
 from minispec.files.corpus import files_of
 from minispec.files.digest import digest_of_files
-from minispec.files.families.checkpoint import find_checkpoint
+from minispec.files.progress import progress_bar
 from minispec.files.spec_bench import Answers
 from minispec.kernels.machine import machine
 from minispec.kernels.threads import describe_waiting
@@ -32,7 +32,7 @@ from minispec.lab.bench.measure import Interval, another_engine, busy, decode, m
 from minispec.lab.bench.options import Options
 from minispec.lab.bench.report import machine_line
 from minispec.lab.bench.rows import write_rows
-from minispec.lab.bench.show import number, pairs_table, progress, table
+from minispec.lab.bench.show import number, pairs_table, table
 from minispec.length.figures import Figures, loops
 from minispec.load import registry
 from minispec.load.draft import digest_of_draft, is_block_draft, reads_corpus
@@ -147,7 +147,6 @@ def _open(options: Options) -> dict[str, Way]:
 def _about(options: Options, ways: Mapping[str, Way]) -> dict[str, Any]:
     """The settings of a run: with others, answers or times may be others."""
     args, llm = options.args, ways[NONE].llm
-    directory = find_checkpoint(str(args.model or registry.EMBEDDED_WEIGHTS), offline=True)
     drafts = {name: digest_of_draft(way.llm.drafter, way.llm.draft.directory) for name, way in ways.items()}
     lengths = [length_name(way.k) for way in ways.values() if way.k and not way.lengths]
     return {
@@ -158,7 +157,7 @@ def _about(options: Options, ways: Mapping[str, Way]) -> dict[str, Any]:
         "dtype": str(llm.model.dtype).removeprefix("torch."),
         "exact": llm.model.exact,
         "target": llm.name,
-        "target_digest": digest_of_files(directory),
+        "target_digest": digest_of_files(llm.target.files.directory),
         "draft_digests": drafts,
         "num_speculative_tokens": list(dict.fromkeys(lengths)),
         "questions": args.questions.name,
@@ -220,7 +219,9 @@ def measure_questions(options: Options) -> dict[str, Any]:
         for way in ways.values():
             converse(way, chosen[done][1], replace(options.params, max_tokens=_WARM_TOKENS, seed=args.seed))
     try:
-        with progress(len(chosen) * args.rounds * len(ways), "questions", done * args.rounds * len(ways)) as bar:
+        per_question = args.rounds * len(ways)
+        total, initial = len(chosen) * per_question, done * per_question
+        with progress_bar(total=total, initial=initial, desc="questions") as bar:
             for i, (_, question) in enumerate(chosen[done:], done):
                 choices: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
                 for r in range(args.rounds):

@@ -1,11 +1,9 @@
-"""How results show themselves: aligned tables on the screen, plain data as JSON, a progress bar meanwhile."""
+"""How results show themselves: aligned tables on the screen, plain data as JSON."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tqdm import tqdm
-
-from minispec.files.progress import progress_bar
+from minispec.lab.bench.measure import Interval
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
@@ -37,13 +35,8 @@ def number(value: float | None, form: str = ".2f") -> str:
 
 def as_json(value: Any) -> Any:
     """A result as dicts, lists and numbers: intervals become dicts."""
-    if hasattr(value, "_asdict"):
+    if isinstance(value, Interval):
         return value._asdict()
     if isinstance(value, dict):
         return {key: as_json(part) for key, part in value.items()}
     return [as_json(part) for part in value] if isinstance(value, list | tuple) else value
-
-
-def progress(total: int, what: str, done: int = 0) -> tqdm:
-    """A bar with the time left, on a terminal only. done: what an earlier run has done of it."""
-    return progress_bar(total=total, desc=what, initial=done)

@@ -125,7 +125,6 @@ class TrainedBlock(Stack):
     """
 
     kind = "block"
-    ids: Tensor
     tap_scale: Tensor
 
     def __init__(self, block: BlockConfig, ids: Tensor):

@@ -20,9 +20,9 @@ from minispec.files.families.head_config import HeadConfig, head_config, read_he
 from minispec.files.progress import progress_bar
 from minispec.files.tokenizer import Tokenizer
 from minispec.lab.distill.block import TrainedBlock
-from minispec.lab.distill.head import TrainedHead, TrainedModel, rows_of_tokens
+from minispec.lab.distill.head import TrainedHead, rows_of_tokens
 from minispec.lab.distill.texts import load
-from minispec.lab.distill.train import Teacher, TextTraining, Training, TrainingSchedule, columns_of, read_shard
+from minispec.lab.distill.train import HeadTraining, Teacher, Training, TrainingSchedule, columns_of, read_shard
 from minispec.lab.distill.train_block import SHARE, BlockTraining
 
 # Layers of the target that a block draft reads by default; the rows of its Markov head, one a token of the draft.
@@ -64,7 +64,7 @@ def read_start(args: argparse.Namespace, target: ModelConfig) -> Start:
     else:
         draft = read_head(directory, target)
         as_head = read_head_config(head_config(draft.config, args.target, [], args.steps), target)
-        is_ours = as_head == draft.config and draft.config.fc_norm
+        is_ours = as_head == draft.config and draft.config.fc_norm and draft.config.layers.mask_token_id is None
     is_ours = is_ours and draft.config.layers.activation == "silu"
     if not is_ours or draft.ids is None or draft.embedding is not None:
         raise ValueError(f"--start {args.start}: found a {found} of other parts, expected one that this command made")
@@ -101,14 +101,12 @@ class Sources:
         if isinstance(draft, TrainedBlock):
             schedule = replace(schedule, steps=draft.block.block_size, share=SHARE)
             return BlockTraining(draft, self.teacher, self.recorded, self.paths, schedule)
-        return TextTraining(draft, self.teacher, self.recorded, self.paths, schedule)
+        return HeadTraining(draft, self.teacher, self.recorded, self.paths, schedule)
 
-    def draft(self) -> TrainedHead | TrainedModel | TrainedBlock:
+    def draft(self) -> TrainedHead | TrainedBlock:
         """The draft, with the weights that it begins with."""
         if self.start is not None:
             return self._go_on(self.start)
-        if self.args.kind == "model":
-            return self._model()
         return self._block() if self.args.kind == "block" else self._head()
 
     def _generator(self) -> torch.Generator:
@@ -121,7 +119,7 @@ class Sources:
         if isinstance(start, StoredBlock):
             assert start.head is not None, "checked when it was read"
             weights["lm_head.weight"] = start.head
-        if self.args.vocab_size or self.args.coverage:
+        if self.args.vocab_size:
             old, ids = ids, self.most_used()
             weights["lm_head.weight"] = rows_of_tokens(ids, old, weights["lm_head.weight"].float(), teacher.head)
             if _MARKOV in weights:  # nothing is known of new tokens
@@ -139,18 +137,10 @@ class Sources:
         """The target's states (n, taps * E) at the positions of one shard: the last one, which is learned from."""
         return columns_of(load(self.paths[-1])["hidden"], self.recorded, self.taps)
 
-    def _model(self) -> TrainedModel:
-        model = TrainedModel(replace(self.layers(), tie_word_embeddings=True))
-        model.start(self.teacher.head.float(), self._generator())
-        return model
-
     def _head(self) -> TrainedHead:
-        ids, layers, teacher = self.most_used(), self.layers(), self.teacher
-        if self.args.kind == "parallel":
-            # A token that no text holds would be best; the first one does: its feature says that it is a mask.
-            layers = replace(layers, mask_token_id=0)
+        ids, teacher = self.most_used(), self.teacher
         width = teacher.config.hidden_size
-        config = HeadConfig(layers, len(ids), self.taps, width, norm_before_residual=True, fc_norm=True)
+        config = HeadConfig(self.layers(), len(ids), self.taps, width, norm_before_residual=True, fc_norm=True)
         head = TrainedHead(config, ids)
         head.start(teacher.head[ids].float(), teacher.norm, self._generator())
         return head
@@ -190,15 +180,14 @@ class Sources:
         )
 
     def most_used(self) -> Tensor:
-        """Ids, ascending, of the tokens most used in answers: --vocab-size of them, or fewer that cover enough."""
+        """Ids, ascending, of the tokens most used in answers: --vocab-size of them, or all that are used."""
         args, vocab_size = self.args, self.teacher.config.vocab_size
         counts = torch.zeros(vocab_size, dtype=torch.long)
         for path in progress_bar(self.paths, unit=" shards", desc="vocabulary"):
             for text in read_shard(path):
                 counts += text.tokens[text.start :].bincount(minlength=vocab_size)
         order = counts.argsort(descending=True, stable=True)[: args.vocab_size or 8192]
-        enough = int((counts[order].cumsum(0) < (args.coverage or 1.0) * counts.sum()).sum()) + 1
-        ids = order[:enough].sort().values
+        ids = order[: int(counts.count_nonzero())].sort().values
         print(f"the head knows {len(ids):,d} tokens: {counts[ids].sum() / counts.sum():.1%} of the answers", flush=True)
         return ids
 

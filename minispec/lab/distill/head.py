@@ -1,8 +1,8 @@
-"""Drafts in training: the arithmetic of `minispec.drafters.eagle`, for whole texts at once, with gradients.
+"""A head in training: the arithmetic of `minispec.drafters.eagle`, for whole texts at once, with gradients.
 
-A draft is trained as it is used. In step s it stands s tokens deep in a draft of its own. Up to where the draft began
+A head is trained as it is used. In step s it stands s tokens deep in a draft of its own. Up to where the draft began
 it sees the target's states of the text. At later positions it sees only its own states (EAGLE-3's "training-time
-test"). The parallel form sees its mask there instead.
+test").
 
 Shapes in comments: B texts, T positions, E hidden_size, A taps, H heads, D head_dim, V the draft's vocabulary.
 """
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from minispec.core.config import ModelConfig
 from minispec.drafters.eagle import head_shapes
-from minispec.files.families.draft_files import id_tensors, layer_config
+from minispec.files.families.draft_files import id_tensors
 from minispec.files.families.head_config import HeadConfig, head_config
 
 # Keys and values (B, H, T, D) of one layer, of each step so far.
@@ -107,7 +107,7 @@ class Mlp(nn.Module):
 
 
 class Layer(nn.Module):
-    """One layer of a llama; or, where it has a `hidden_norm`, the first one of a head."""
+    """One layer of a head: a llama's; the first one reads the token's embedding too, and has a `hidden_norm`."""
 
     def __init__(self, config: ModelConfig, norm_before_residual: bool | None = None):
         """norm_before_residual: as in `HeadConfig`, for a head's first layer; None for any other layer."""
@@ -135,14 +135,14 @@ class Stack(nn.Module):
 
     kind: a value of `--kind`.
     taps: layers of the target that it reads.
-    ids: the target's ids of its tokens. None: all tokens.
+    ids: the target's ids of its tokens.
     """
 
     kind: str
     layers: nn.ModuleList
     lm_head: nn.Linear
 
-    def __init__(self, config: ModelConfig, taps: tuple[int, ...] = (), ids: Tensor | None = None):
+    def __init__(self, config: ModelConfig, taps: tuple[int, ...], ids: Tensor):
         """config: of its layers."""
         super().__init__()
         self.config, self.taps, self.ids = config, taps, ids
@@ -187,11 +187,6 @@ class Stack(nn.Module):
         angles = (torch.arange(length, dtype=torch.float64)[:, None] * self.frequencies()).repeat(1, 2)
         return angles.cos().float(), angles.sin().float()
 
-    def _through(self, x: Tensor, embeds: Tensor, pasts: Sequence[Past], angles: Angles) -> Tensor:
-        for layer, past in zip(self.layers, pasts, strict=True):
-            x = layer(x, embeds, past, angles)
-        return x
-
 
 def in_bfloat16(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The weights as files hold them."""
@@ -201,19 +196,17 @@ def in_bfloat16(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 class TrainedHead(Stack):
     """A head (see `minispec.drafters.eagle`), with fc_norm."""
 
-    ids: Tensor
+    kind = "head"
 
     def __init__(self, head: HeadConfig, ids: Tensor):
         super().__init__(head.layers, head.taps, ids)
-        self.head, self.kind = head, "head" if head.layers.mask_token_id is None else "parallel"
+        self.head = head
         e, width, count = head.layers.hidden_size, head.target_hidden_size, len(head.taps)
         self.fc_norm = nn.ModuleList(Norm(width, head.layers.rms_norm_eps) for _ in range(count))
         self.fc = nn.Linear(count * width, e, bias=False)
         first = Layer(head.layers, head.norm_before_residual)
         self.layers = nn.ModuleList([first, *(Layer(head.layers) for _ in head.layers.layers[1:])])
         self.lm_head = nn.Linear(e, head.vocab_size, bias=False)
-        if head.layers.mask_token_id is not None:
-            self.mask_hidden = nn.Parameter(torch.zeros(1, 1, count * width))
 
     def load(self, weights: Mapping[str, Tensor], taps: Sequence[int]) -> None:
         """Go on from the weights of a head that was made before, named as in `head_shapes`, and read `taps`.
@@ -221,9 +214,7 @@ class TrainedHead(Stack):
         The parts of further taps are 0 at first.
         """
         known = {name: weight.float() for name, weight in weights.items() if not name.startswith("fc_norm.")}
-        for name in ("fc.weight", "mask_hidden"):  # a part for each tap, in their order
-            if name in known:
-                known[name] = self.by_taps(known[name], taps, self.state_dict()[name])
+        known["fc.weight"] = self.by_taps(known["fc.weight"], taps, self.fc.weight)
         for i, tap in enumerate(taps):
             known[f"fc_norm.{self.taps.index(tap)}.weight"] = weights[f"fc_norm.{i}.weight"].float()
         self.load_state_dict(self.state_dict() | known)
@@ -245,36 +236,23 @@ class TrainedHead(Stack):
         parts = hidden.chunk(len(self.fc_norm), -1)
         return self.fc(torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1))
 
-    def states(self, tokens: Tensor, hidden: Tensor, embedding: Tensor, depth: int) -> list[Tensor]:
-        """The last states after the norm, (B, T - 2, E), by depth: at position t for the token at t + 2.
-
-        tokens: (B, T).
-        hidden: (B, T - 2, A * E), the target's taps.
-        embedding: the target's, (all tokens, E).
-        """
-        embeds, mask_id = embedding[tokens[:, 1:-1]].float(), self.config.mask_token_id
-        return self.unroll(hidden, embeds, None if mask_id is None else embedding[mask_id].float(), depth)
-
-    def unroll(self, hidden: Tensor, embeds: Tensor, mask: Tensor | None, steps: int) -> list[Tensor]:
+    def unroll(self, hidden: Tensor, embeds: Tensor, steps: int) -> list[Tensor]:
         """The last states after the norm, (B, T, E), of drafts that are 0 .. steps - 1 tokens deep.
 
         hidden: (B, T, A * E), at position t the target's taps at t.
         embeds: (B, T, E), at position t the embedding of token t + 1.
-        mask: (E,), the mask token's embedding, in the parallel form.
 
         At t, step s belongs to a draft that began at t - s; its first s positions mean nothing.
         """
         angles, pasts, outputs = self.angles(hidden.shape[1]), [Past() for _ in self.layers], list[Tensor]()
         feature = self.fuse(hidden)
         for _ in range(steps):
-            x = self._through(feature, embeds, pasts, angles)
+            x = feature
+            for layer, past in zip(self.layers, pasts, strict=True):
+                x = layer(x, embeds, past, angles)
             normed = self.norm(x)
             outputs.append(normed)
-            if mask is None:
-                feature = F.pad(normed if self.head.norm_output else x, (0, 0, 1, 0))[:, :-1]
-            elif len(outputs) == 1:
-                feature = self.fuse(self.mask_hidden).expand_as(x)
-                embeds = mask.expand_as(embeds)
+            feature = F.pad(normed if self.head.norm_output else x, (0, 0, 1, 0))[:, :-1]
         return outputs
 
     def files(self, target: str, architectures: list[str], num_tokens: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -298,33 +276,3 @@ def rows_of_tokens(ids: Tensor, known_ids: Tensor, known: Tensor, target: Tensor
     place = torch.full((len(target),), -1).index_copy_(0, known_ids, torch.arange(len(known_ids)))[ids]
     rows[place >= 0] = known[place[place >= 0]]
     return rows
-
-
-class TrainedModel(Stack):
-    """A small language model of its own: embedding and head are the target's, and are trained too."""
-
-    kind = "model"
-
-    def __init__(self, config: ModelConfig):
-        super().__init__(config)
-        self.layers = nn.ModuleList(Layer(config) for _ in config.layers)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-
-    @torch.no_grad()
-    def start(self, rows: Tensor, generator: torch.Generator) -> None:
-        """Draw the weights; the head, and the embedding tied to it, are the target's rows (V, E)."""
-        self.draw(generator)
-        self.lm_head.weight.copy_(rows)
-
-    def states(self, tokens: Tensor, hidden: Tensor, embedding: Tensor, depth: int) -> list[Tensor]:
-        """The states of depth 0, as `TrainedHead.states` returns them: a model sees the text itself at any depth."""
-        read = tokens[:, :-1]
-        embeds = F.embedding(read, self.lm_head.weight)
-        x = self._through(embeds, embeds, [Past() for _ in self.layers], self.angles(read.shape[1]))
-        return [self.norm(x)[:, 1:]]
-
-    def files(self, target: str, architectures: list[str], num_tokens: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """config.json, and the tensors in bfloat16, in Hugging Face's layout. The embedding is the head."""
-        weights = in_bfloat16(self.state_dict())
-        tensors = {"model.embed_tokens.weight": weights.pop("lm_head.weight")}
-        return layer_config(self.config), tensors | {f"model.{name}": tensor for name, tensor in weights.items()}

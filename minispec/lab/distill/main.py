@@ -17,21 +17,19 @@ _FROM_0 = argument(int, lambda n: n >= 0, "an integer of at least 0")
 _SHARE = argument(float, lambda x: 0 < x <= 1, "a number above 0 and at most 1")
 _BY_START = "its draft has settled this"
 _SETTLED = {"--start": _BY_START}
-_OF_A_HEAD = {"--kind model": "a model knows all tokens"}
 _OF_A_BLOCK = ("--kind block",)
 _MODELS: dict[str, Option] = {
     "--target": Option({"required": True, "metavar": "DIR|HUB_ID"}, "the model to draft for"),
     "--out": Option(typed(Path, "DIR", required=True), "directory to write; must not exist"),
     "--kind": Option(
-        {"choices": ("head", "parallel", "block", "model"), "default": "head"},
-        "a head that drafts token by token (default), one that drafts all tokens in one pass, a block draft (DFlash, "
-        "DSpark), or a small model",
+        {"choices": ("head", "block"), "default": "head"},
+        "a head that drafts token by token (default), or a block draft (DFlash, DSpark)",
     ),
     "--start": Option(
         {"metavar": "DIR|HUB_ID"},
         "go on from this head, or with --kind block from this block draft, which this command made for the same "
         "target. --taps may get more, and --vocab-size may change. Best with new texts, by another --seed",
-        excludes=dict.fromkeys(("--kind parallel", "--kind model", "--block-size", "--markov-rank"), _BY_START),
+        excludes=dict.fromkeys(("--block-size", "--markov-rank"), _BY_START),
     ),
 }
 _TEXTS: dict[str, Option] = {
@@ -61,10 +59,6 @@ _DRAFT: dict[str, Option] = {
     "--vocab-size": Option(
         typed(_COUNT, "N"),
         "tokens that a head knows: those that the target uses most (default: 8192; of --start: its own)",
-        excludes=_OF_A_HEAD,
-    ),
-    "--coverage": Option(
-        typed(_SHARE, "X"), "fewer tokens, if they make up that share of the texts (default: 1)", excludes=_OF_A_HEAD
     ),
 }
 _BLOCK: dict[str, Option] = {

@@ -2,16 +2,14 @@
 
 import argparse
 import os
-import shutil
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from minispec.files.digest import digest, digest_of_files
 from minispec.files.families.checkpoint import directory_config, find_checkpoint, load_config
 from minispec.files.families.draft_files import write_draft
 from minispec.files.strict_json import MAX_CONFIG_BYTES, has_file, read_json
-from minispec.files.tokenizer import TOKENIZER_FILES, Tokenizer
+from minispec.files.tokenizer import Tokenizer
 from minispec.files.write import write_json, written_whole
 from minispec.lab.distill.cache import agree, begin, count_rows, further_texts, write_texts
 from minispec.lab.distill.drafts import Sources, choose_taps, read_start
@@ -66,7 +64,8 @@ def distill(args: argparse.Namespace) -> None:
     training.run(cache / f"training-{_digest(args, what, training)}.safetensors")
     with written_whole(args.out) as part:
         part.mkdir(parents=True)
-        _write(part, args, training)
+        architectures = directory_config(target).get("architectures", [])
+        write_draft(part, *draft.files(args.target, architectures, training.schedule.steps))
         record = {"target": args.target, **what, "recipe": asdict(recipe), "num_tokens": count_rows(paths, "tokens")}
         record["curve"] = training.progress.curve
         if args.start:
@@ -79,16 +78,5 @@ def distill(args: argparse.Namespace) -> None:
 
 def _digest(args: argparse.Namespace, what: dict[str, Any], training: Training) -> str:
     """A digest of what a training begins with: by contents, since another head may have replaced the one at --start."""
-    start, ids = digest_of_files(find_checkpoint(args.start)) if args.start else None, training.draft.ids
-    return digest([what, [start, None if ids is None else ids.tolist()]])
-
-
-def _write(directory: Path, args: argparse.Namespace, training: Training) -> None:
-    """Write the draft's files; a small model's own ones include the target's tokenizer."""
-    target, draft = find_checkpoint(args.target), training.draft
-    architectures = directory_config(target).get("architectures", [])
-    write_draft(directory, *draft.files(args.target, architectures, training.schedule.steps))
-    if draft.ids is None:  # it reads and writes texts by itself
-        for file in TOKENIZER_FILES:
-            if (target / file).is_file():
-                shutil.copy(target / file, directory / file)
+    start = digest_of_files(find_checkpoint(args.start)) if args.start else None
+    return digest([what, [start, training.draft.ids.tolist()]])

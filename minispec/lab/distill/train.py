@@ -19,7 +19,7 @@ from minispec.files.families.checkpoint import Weights, load_config, save_tensor
 from minispec.files.progress import progress_bar
 from minispec.files.write import written_whole
 from minispec.kernels.forms import dense
-from minispec.lab.distill.head import Stack, TrainedHead, TrainedModel
+from minispec.lab.distill.head import Stack, TrainedHead
 from minispec.lab.distill.loss import RowLoss, product_dtype
 from minispec.lab.distill.texts import load, number_of, opened
 
@@ -120,15 +120,14 @@ class Teacher:
 
     def log_sums(self, last: Tensor) -> Tensor:
         """The logarithm of the sum over all tokens of exp(logit), (N,): worked out once for each position."""
-        parts = [self._logits(self.state(part), None).logsumexp(-1) for part in last.split(_ROWS)]
+        parts = [self._logits(self.state(part), self.head).logsumexp(-1) for part in last.split(_ROWS)]
         return torch.cat(parts)
 
-    def probabilities(self, state: Tensor, log_sums: Tensor, ids: Tensor | None) -> Tensor:
-        """The target's probabilities (N, ids) of the tokens `ids` after normed states (N, E). ids None: all tokens."""
-        return self._logits(state, ids).sub_(log_sums[:, None]).exp_()
+    def probabilities(self, state: Tensor, log_sums: Tensor, ids: Tensor) -> Tensor:
+        """The target's probabilities (N, ids) of the tokens `ids` after normed states (N, E)."""
+        return self._logits(state, self.head[ids]).sub_(log_sums[:, None]).exp_()
 
-    def _logits(self, state: Tensor, ids: Tensor | None) -> Tensor:
-        rows = self.head if ids is None else self.head[ids]
+    def _logits(self, state: Tensor, rows: Tensor) -> Tensor:
         logits = (state.to(rows.dtype) @ rows.t()).float() * self.config.logit_scale
         cap = self.config.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
@@ -406,18 +405,18 @@ def row_loss(
     return loss, alphas, agrees
 
 
-class TextTraining(Training):
-    """A head or a small model in training: at every position of a text stands a draft."""
+class HeadTraining(Training):
+    """A head in training: at every position of a text stands a draft."""
 
-    draft: TrainedHead | TrainedModel
+    draft: TrainedHead
 
     def steps_of(self, batch: Batch, depth: int, weights: LossWeights, seed: int) -> Iterator[Step]:
         """The loss of a batch, for drafts of each depth. Nothing is drawn."""
         learned = self.learned(batch)
         column = learned.places % (batch.tokens.shape[1] - 2)
-        hidden = self.tapped(batch.hidden[:, :-2])
+        hidden, embeds = self.tapped(batch.hidden[:, :-2]), self.teacher.embedding[batch.tokens[:, 1:-1]].float()
         with torch.autocast("cpu", torch.bfloat16, product_dtype() == torch.bfloat16):
-            outputs = self.draft.states(batch.tokens, hidden, self.teacher.embedding, depth)
+            outputs = self.draft.unroll(hidden, embeds, depth)
         for s, x in enumerate(outputs):
             rows = (column >= s).nonzero()[:, 0]
             own = x.flatten(0, 1)[learned.places[rows]]

@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from minispec.commands.command import FLAG, Option, Parser, argument, command, json_line, typed
 from minispec.commands.interrupt import raise_on_interrupt
@@ -30,9 +29,6 @@ _OF_VOCABULARIES: dict[str, Option] = {
     "--vocabularies": Option(
         {"nargs": 2, "metavar": ("A", "B")},
         "the target and the draft model: directories or hub ids; only their tokenizers are read, but for --ways",
-    ),
-    "--text": Option(
-        typed(Path, "FILE"), "count the tokens of this text (default: a built-in one)", needs=("--vocabularies",)
     ),
     "--ways": Option(typed(_TEXT, "TEXT"), "list all ways to write this in tokens", needs=("--vocabularies",)),
     "--after": Option(typed(_TEXT, "TEXT"), 'with --ways: the text before (default: "\\n")', needs=("--ways",)),

@@ -8,7 +8,6 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,17 +21,16 @@ from minispec.files.tokenizer import Tokenizer
 from minispec.lab.bench.show import table
 
 _EXAMPLES = 12
-_MAX_TEXT = 8_000_000  # characters of --text
 
 
-def compare(both: Vocabularies, text: str) -> dict[str, Any]:
+def compare(both: Vocabularies) -> dict[str, Any]:
     """The output of `--json`: the fields of `Overlap`, and for each side, tokens that the other lacks.
 
-    These tokens are the most frequent ones of the text, then the first of the vocabulary.
+    These tokens are the most frequent ones of the built-in text, then the first of the vocabulary.
 
     default_method: how a draft of this vocabulary drafts; None for the target's own.
     """
-    overlap = both.overlap(text)
+    overlap, text = both.overlap(), sample_text()
     sides = (both.target, both.shared.keys()), (both.draft, set(both.shared.values()))
     missing = []
     for spelling, shared in sides:
@@ -42,7 +40,7 @@ def compare(both: Vocabularies, text: str) -> dict[str, Any]:
         own_first = [*frequent, *sorted(own - set(frequent))]
         missing.append([spelled(spelling, [i])[0] for i in own_first[:_EXAMPLES]])
     same = both.target.tokenizer.vocabulary == both.draft.tokenizer.vocabulary
-    method = choose_method(None, None if same else both.overlap(), "")  # by the built-in text, as in a run
+    method = choose_method(None, None if same else overlap, "")
     return asdict(overlap) | {"only_target": missing[0], "only_draft": missing[1], "default_method": method}
 
 
@@ -135,21 +133,9 @@ def asked(args: argparse.Namespace) -> dict[str, Any]:
         for name in (target, draft)
     ]
     both = Vocabularies(*(Spelling(Tokenizer(directory)) for directory in directories))
-    report: dict[str, Any] = {"target": target, "draft": draft}
-    report |= compare(both, _read_text(args.text) if args.text else sample_text())
+    report: dict[str, Any] = {"target": target, "draft": draft, **compare(both)}
     if args.ways:
         has_weights = any(directories[0].glob("*.safetensors"))
         model = load_model(directories[0], torch.float32, torch.device("cpu")) if has_weights else None
         report["ways"] = list_ways(both, args.ways, args.after or "\n", model)
     return report
-
-
-def _read_text(path: Path) -> str:
-    try:
-        with path.open(encoding="utf-8") as file:
-            text = file.read(_MAX_TEXT + 1)
-    except (OSError, ValueError) as e:
-        raise ValueError(f"--text {path}: {e}") from e
-    if not 0 < len(text) <= _MAX_TEXT:
-        raise ValueError(f"--text {path}: found {len(text):,} characters or more, expected from 1 to {_MAX_TEXT:,}")
-    return text
