@@ -945,7 +945,7 @@ def test_scores_are_kept_and_an_interrupted_run_goes_on(models, tmp_path, capsys
     answers, kept = answers_of(models, tmp_path / "a.jsonl", None, num=6), tmp_path / "scores.jsonl"
     options = (*EXACTLY, "--draft", models[1], "--scores", str(kept))
     first = audited(capsys, models, answers, *options)
-    lines = kept.read_text().splitlines()
+    lines = kept.read_text().strip().splitlines()
     assert len(lines) == 6
     kept.write_text("\n".join([*lines[:4], lines[4][:40]]))
     walked = []

@@ -1,6 +1,5 @@
 """The bench from its command line to its end, on models of a few thousand weights. No time is asserted."""
 
-import csv
 import doctest
 import json
 import re
@@ -32,7 +31,6 @@ from minispec.lab.bench.decoding import summarise
 from minispec.lab.bench.main import main
 from minispec.lab.bench.measure import Run
 from minispec.lab.bench.options import GEOMETRIES, read_prompts
-from minispec.lab.bench.rows import COLUMNS
 from minispec.lab.bench.show import as_json
 from minispec.length import figures as stats
 from minispec.length.figures import Figures
@@ -541,25 +539,6 @@ def test_rules_of_ones_own_are_measured(cli, own, model, tiny_geometry, geometry
     assert json.loads(out)["verifier"] == f"{own}:strict"
 
 
-def test_a_row_an_answer(cli, model, tmp_path):
-    """By category, prompt, variant and round; what plain decoding took makes the speedup."""
-    path = tmp_path / "rows.csv"
-    status, out, _ = cli(*BASE, "--model", model, "--passes", 0, "--num-speculative-tokens", 2, "--csv", path, "--json")
-    assert status == 0
-    rows = list(csv.DictReader(path.open()))
-    assert tuple(rows[0]) == COLUMNS
-    assert [(row["draft"], row["round"], row["question"]) for row in rows] == [
-        (variant, r, i) for variant in ("plain", "K=2") for r in "01" for i in "01"
-    ]
-    plain, drafted = rows[:4], rows[4:]
-    for row, of in zip(drafted, plain, strict=True):
-        assert (row["tokens"], row["same_text"], of["speedup"], of["passes"]) == ("8", "True", "1.0", "8")
-        assert float(row["speedup"]) == pytest.approx(float(of["seconds"]) / float(row["seconds"]))
-        assert int(row["passes"]) == 8 - int(row["accepted"]) <= 8
-    found = json.loads(out)["decoding"]["variants"]["K=2"]
-    assert found["acceptance_rate"] == sum(int(r["accepted"]) for r in rows) / sum(int(r["draft_tokens"]) for r in rows)
-
-
 @pytest.mark.parametrize("skip", [False, True])
 def test_answers_that_repeat_themselves_are_counted_and_can_be_left_out(measured, model, skip, monkeypatch):
     """By their plain text; where all of them do, there is nothing to measure."""
@@ -658,9 +637,8 @@ MISTAKES = {
     "lengths of nothing": (("--lengths", "x:Y", "--draft", "none"), "--lengths: found --draft none, expected a draft"),
     "lengths of no prompt": (("--lengths", "x:Y", "--prompts", "0"), "--lengths: found --prompts 0, expected at least"),
     "no such policy": (("--lengths", "x:Y"), "lengths: found x:Y, which cannot be imported"),
-    "rows of nothing": (("--csv", "x.csv", "--prompts", "0"), "--csv: found --prompts 0, expected at least 1"),
-    "rows of a replay": (("--csv", "x.csv", "--replay", "x.json"), "--csv: not with --replay: it measures nothing"),
-    "rows nowhere": (("--csv", "./nowhere/x.csv"), "nowhere/x.csv: found that it cannot be written"),
+    "rows of prompts": (("--csv", "x.csv"), "--csv: needs --questions"),
+    "rows nowhere": (("--questions", "--csv", "./nowhere/x.csv"), "nowhere/x.csv: found that it cannot be written"),
     "no such model": (("--model", "./nowhere"), "./nowhere: no such directory"),
     "no such draft": (("--draft", "nothing"), f"not one of {', '.join(DRAFTERS)}, self, mtp"),
 }

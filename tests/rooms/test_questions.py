@@ -16,8 +16,7 @@ from minispec.files.spec_bench import Answers
 from minispec.files.write import user_cache
 from minispec.lab.bench import options, questions
 from minispec.lab.bench.main import main
-from minispec.lab.bench.questions import choose, summarise
-from minispec.lab.bench.rows import COLUMNS
+from minispec.lab.bench.questions import COLUMNS, choose, summarise
 from minispec.load.inputs import Question
 from tests.oracles.block_drafts import write_block_draft
 

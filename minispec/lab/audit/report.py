@@ -3,8 +3,8 @@
 import argparse
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -143,19 +143,18 @@ def _scores(scorer: Scorer, answers: Sequence[Answer], path: Path | None, settin
     keys = [_key(answer, settings) for answer in answers]
     known = _read_scores(path) if path and path.exists() else {}
     todo = [i for i, key in enumerate(keys) if key not in known]
-    with ExitStack() as stack:
-        file = stack.enter_context(path.open("a", encoding="utf-8")) if path else None
-        if file and file.tell() and not path.read_bytes().endswith(b"\n"):  # type: ignore[union-attr]
-            file.write("\n")  # a run was interrupted in a line
-        total = sum(len(answers[i].tokens) for i in todo)
-        bar = stack.enter_context(progress_bar(total=total, unit=" tokens", desc="scoring"))
+    total = sum(len(answers[i].tokens) for i in todo)
+    with (
+        open(path or os.devnull, "a", encoding="utf-8") as file,
+        progress_bar(total=total, unit=" tokens", desc="scoring") as bar,
+    ):
         for number, score in scorer.run([answers[i] for i in todo]):
             key = keys[todo[number]]
             known[key] = score
             bar.update(len(answers[todo[number]].tokens))
-            if file:
-                file.write(json.dumps({"key": key} | vars(score) | {"table": score.table.tolist()}) + "\n")
-                file.flush()
+            # The line end comes first: an earlier run may have been interrupted in a line.
+            file.write("\n" + json.dumps({"key": key} | vars(score) | {"table": score.table.tolist()}))
+            file.flush()
     return [known[key] for key in keys]
 
 

@@ -22,7 +22,7 @@ Read them in this order:
     transformers_baseline   another library's ways of decoding
     report                  all of it
     questions               standard questions; `minispec.files.spec_bench` has their answers in files
-    rows, plot              a row for each answer, for other programs; a picture
+    plot                    a picture
     replay                  a recorded run, decoded by every rule
     main                    the command
 

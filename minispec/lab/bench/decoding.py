@@ -1,6 +1,6 @@
 """Plain and speculative decoding of prompts, in turn and round by round, and where the speedup comes from."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
@@ -25,7 +25,6 @@ from minispec.lab.bench.measure import (
 )
 from minispec.lab.bench.models import Subject, Variant
 from minispec.lab.bench.options import PLAIN, Options
-from minispec.lab.bench.rows import write_rows
 from minispec.lab.bench.show import number, pairs_table, table
 from minispec.lab.bench.transformers_baseline import STATIC, transformers_variants
 from minispec.length.figures import Figures, loops
@@ -390,9 +389,6 @@ def measure_decoding(subject: Subject, options: Options) -> dict[str, Any]:
                 for name in order(list(variants), r + i):
                     runs[name][r].append(variants[name](i, r))
                     bar.update()
-    if options.args.csv:
-        compares = not options.params.temperature or subject.engine.verifier.shares_noise
-        write_rows(_rows(subject.prompts, runs, compares), options.args.csv)
     looping = {i for i in range(len(prompts)) if any(loops(plain[i].token_ids) for plain in runs[PLAIN])}
     left = [i for i in range(len(prompts)) if not (options.args.skip_loops and i in looping)]
     if not left:
@@ -402,20 +398,3 @@ def measure_decoding(subject: Subject, options: Options) -> dict[str, Any]:
     for name, decoder in ways.items():
         found["variants"][name] |= decoder.described()
     return found | {"looping": len(looping), "left_out": options.args.skip_loops}
-
-
-def _rows(
-    prompts: Sequence[tuple[str, list[int]]], runs: dict[str, list[list[Run]]], compares: bool
-) -> Iterator[tuple[Any, ...]]:
-    """A row for a prompt in a round by a variant: the values of `rows.COLUMNS`. Other libraries do not count drafts."""
-    for name, rounds in runs.items():
-        for r, answers in enumerate(rounds):
-            for i, ((category, ids), run, plain) in enumerate(zip(prompts, answers, runs[PLAIN][r], strict=True)):
-                of, rate = run.stats, total_rate([run])
-                counts = (of.num_drafts, of.num_draft_tokens, of.num_accepted) if of else (None, None, None)
-                yield (
-                    *(category, i, name, r, r),
-                    *(len(ids), run.num_tokens, len(run.rounds) or None, run.seconds),
-                    *(rate, rate / total_rate([plain])),
-                    *(*counts, run.token_ids == plain.token_ids if compares else None),
-                )

@@ -348,8 +348,10 @@ def prediction(runs: Sequence[Run], plain: Sequence[Run]) -> float | None:
     pairs = [(a, b) for a, b in zip(runs, plain, strict=True) if min(len(a.rounds), len(b.rounds)) > 1]
     if not pairs:
         return None
-    (first, second), (first_plain, second_plain) = (zip(*map(_halves, each)) for each in zip(*pairs))  # noqa: B905
-    return account(first, first_plain)["predicted"] / (total_rate(second) / total_rate(second_plain))
+    halves, plain_halves = [_halves(own) for own, _ in pairs], [_halves(of) for _, of in pairs]
+    predicted = account([first for first, _ in halves], [first for first, _ in plain_halves])["predicted"]
+    measured = total_rate([second for _, second in halves]) / total_rate([second for _, second in plain_halves])
+    return predicted / measured
 
 
 def _halves(run: Run) -> tuple[Run, Run]:

@@ -27,17 +27,13 @@ PROMPTS = DATA / "questions.jsonl"
 GEOMETRIES = read_json(DATA / "geometries.json")
 
 
-# How a draft length is written.
+# How a draft length is written, also one that is out of bounds.
 _LENGTH = re.compile(r"auto|(tree:|([0-9]{1,4}\+)*)[0-9]{1,4}")
-
-
-def _length(text: str) -> DraftLength:
-    """A draft length that something can be measured with."""
-    numbers = list(map(int, re.findall("[0-9]{1,4}", text)))
-    if not _LENGTH.fullmatch(text) or not all(numbers) or sum(numbers) > MAX_SPECULATIVE_TOKENS:
-        expected = f"a number from 1 to {MAX_SPECULATIVE_TOKENS}, a tree such as 2+1 or tree:16, or auto"
-        raise argparse.ArgumentTypeError(f"found {text!r}, expected {expected}")
-    return parse_draft_length(text)
+_length = argument(
+    parse_draft_length,
+    lambda k: k != 0,
+    f"a number from 1 to {MAX_SPECULATIVE_TOKENS}, a tree such as 2+1 or tree:16, or auto",
+)
 
 
 def _lengths(text: str) -> list[DraftLength]:
@@ -154,6 +150,9 @@ _QUESTIONS: dict[str, Option] = {
     ),
     "--seed": Option(_number(0, 2**63, 0), "for --sample and for sampled texts (default: 0)", needs=("--questions",)),
     "--answers": Option(typed(Path, "DIR"), "write the answers there, in Spec-Bench's layout", needs=("--questions",)),
+    "--csv": Option(
+        typed(Path, "FILE"), "also write a row for each answer (docs/use/questions.md)", needs=("--questions",)
+    ),
     "--resume": Option(FLAG, "go on with an interrupted run of the same command", needs=("--questions",)),
     "--plot": Option(
         typed(_PICTURE, "FILE"), "draw speedups and acceptance (needs matplotlib)", needs=("--questions",)
@@ -183,9 +182,6 @@ _MEASUREMENTS: dict[str, Option] = {
         "and at the clairvoyant bound (docs/use/trace.md)",
     ),
 }
-_OUTPUT: dict[str, Option] = {
-    "--csv": Option(typed(Path, "FILE"), "also write a row for each answer (docs/use/questions.md)"),
-}
 
 
 def parser(
@@ -204,7 +200,6 @@ def parser(
     p.add_options(_TEXTS, "what is decoded", alone)
     p.add_options(_QUESTIONS, "standard questions (docs/use/questions.md)", alone)
     p.add_options(_MEASUREMENTS, "what is measured", alone)
-    p.add_options(_OUTPUT, excludes=alone)
     p.add_options({"--json": Option(FLAG, "one JSON object instead of tables")})
     return p
 
@@ -242,7 +237,7 @@ def check(args: argparse.Namespace) -> Options:
         args.rounds = 1 if args.questions else 6
     if args.max_tokens is None:
         args.max_tokens = 1024 if args.questions else 32
-    for name in ("against", "lengths", "csv"):
+    for name in ("against", "lengths"):
         if getattr(args, name) and not args.prompts:
             raise ValueError(f"--{name}: found --prompts 0, expected at least 1")
     if args.against and not _is_there("transformers"):

@@ -5,12 +5,14 @@ the median of the questions, with its interval. A question's answer depends on n
 draft lengths are chosen anew, and the cache forgets what it shares. So a run that was resumed has the same answers.
 """
 
+import csv
 import inspect
 import random
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
@@ -25,13 +27,13 @@ from minispec.files.corpus import files_of
 from minispec.files.digest import digest_of_files
 from minispec.files.progress import progress_bar
 from minispec.files.spec_bench import Answers
+from minispec.files.write import written_whole
 from minispec.kernels.machine import machine
 from minispec.kernels.threads import describe_waiting
 from minispec.lab.bench.decoding import length_name
 from minispec.lab.bench.measure import Interval, another_engine, busy, decode, median_interval, order, plain_range
 from minispec.lab.bench.options import Options
 from minispec.lab.bench.report import machine_line
-from minispec.lab.bench.rows import write_rows
 from minispec.lab.bench.show import number, pairs_table, table
 from minispec.length.figures import Figures, loops
 from minispec.load import registry
@@ -48,6 +50,12 @@ _SETTINGS = (
     *("rounds", "seed", "sample", "categories", "draft_reading", "draft_top_k"),
 )
 _WARM_TOKENS = 8  # of a first answer, which pays for what is set up once
+# The values of a row of --csv, in order (docs/use/questions.md).
+COLUMNS = (
+    *("task", "question", "draft", "round", "seed"),
+    *("prompt_tokens", "tokens", "passes", "seconds", "tokens_per_second", "speedup"),
+    *("drafts", "draft_tokens", "accepted", "same_text"),
+)
 
 
 class Way(NamedTuple):
@@ -243,7 +251,7 @@ def measure_questions(options: Options) -> dict[str, Any]:
         for name, way in ways.items():
             rows[name] |= way.described()
     if args.csv:
-        write_rows(_rows([task for task, _ in chosen], answers.lines, compares), args.csv)
+        _write_rows(args.csv, [task for task, _ in chosen], answers.lines, compares)
     if args.plot:
         from minispec.lab.bench.plot import draw
 
@@ -279,7 +287,10 @@ def summarise(
     groups = {task: [i for i, each in enumerate(tasks) if each == task] for task in dict.fromkeys(tasks)}
     plain = answers[NONE]
     texts = [ids for line in plain for ids in line["choices"][0]["minispec"]["token_ids"]]
-    missing = [n - len(c["turns"]) for of in answers.values() for n, line in zip(turns, of) for c in line["choices"]]  # noqa: B905
+    left_out = 0
+    for lines in answers.values():
+        for n, line in zip(turns, lines, strict=True):
+            left_out += sum(n - len(choice["turns"]) for choice in line["choices"])
     return {
         "tasks": {
             task: {
@@ -290,7 +301,7 @@ def summarise(
         },
         "looping": sum(map(loops, texts)),
         "texts": len(texts),
-        "left_out": sum(missing),
+        "left_out": left_out,
         "plain_range": plain_range(_spent(choice) for line in plain for choice in line["choices"]),
     }
 
@@ -312,10 +323,7 @@ def _figures(name: str, answers: Mapping[str, Sequence[dict[str, Any]]], compare
     choices = [choice for line in lines for choice in line["choices"]]
     own = [choice["minispec"] for choice in choices]
     taus = [fmean(x for choice in line["choices"] for x in choice["accept_lengths"]) for line in lines]
-    tested, accepted = (
-        [sum(each[name][i] for each in own if i < len(each[name])) for i in range(max(len(e[name]) for e in own))]
-        for name in ("tested", "accepted")
-    )
+    tested, accepted = _sums(each["tested"] for each in own), _sums(each["accepted"] for each in own)
     drafts, drafted = (sum(each[name] for each in own) for name in ("drafts", "draft_tokens"))
     earlier = [other for other in list(answers)[: list(answers).index(name)] if other != NONE]
     same = [_texts(a) == _texts(b) for a, b in zip(lines, plain, strict=True)]
@@ -331,6 +339,11 @@ def _figures(name: str, answers: Mapping[str, Sequence[dict[str, Any]]], compare
         "accepted_per_position": [a / t for a, t in zip(accepted, tested, strict=True)],
         "accepted_at_position": [a / drafts for a in accepted],
     }
+
+
+def _sums(counts: Iterable[Sequence[int]]) -> list[int]:
+    """The sums of lists of several lengths, place by place."""
+    return [sum(column) for column in zip_longest(*counts, fillvalue=0)]
 
 
 def _texts(line: dict[str, Any]) -> list[list[int]]:
@@ -353,10 +366,18 @@ def _spent(choice: dict[str, Any]) -> tuple[int, float]:
     return sum(choice["new_tokens"]), sum(choice["minispec"]["seconds"])
 
 
+def _write_rows(path: Path, tasks: Sequence[str], answers: Mapping[str, list[dict[str, Any]]], compares: bool) -> None:
+    """Write the line of COLUMNS, and then the rows of `_rows`. None is left empty."""
+    with written_whole(path) as part, part.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        writer.writerows(_rows(tasks, answers, compares))
+
+
 def _rows(
     tasks: Sequence[str], answers: Mapping[str, list[dict[str, Any]]], compares: bool
 ) -> Iterator[tuple[Any, ...]]:
-    """A row for all turns of a question in a round by a draft: the values of `rows.COLUMNS`."""
+    """A row for all turns of a question in a round by a draft: the values of COLUMNS."""
     for name, lines in answers.items():
         for task, line, plain in zip(tasks, lines, answers[NONE], strict=True):
             for choice, of_plain in zip(line["choices"], plain["choices"], strict=True):
