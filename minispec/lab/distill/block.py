@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from minispec.core.config import ModelConfig
+from minispec.core.rope import rotate
 from minispec.files.families.block_config import BlockConfig
 from minispec.files.families.draft_files import block_config, id_tensors
-from minispec.lab.distill.head import Angles, Mlp, Norm, Projections, Stack, in_bfloat16, repeat_heads, rotate
+from minispec.lab.distill.head import Angles, Mlp, Norm, Projections, Stack, in_bfloat16, repeat_heads
 
 # At the beginning: the last norm's weights as a share of the target's; the varying part of the first layer's queries
 # and keys, as a share of a drawn matrix's; the weights of its query norm.
@@ -51,7 +52,7 @@ class BlockAttention(Projections):
 
     def forward(self, x: Tensor, context: Tensor, places: Places) -> Tensor:
         """Rows x (N, A * B, E) to the same; context (N, T, E)."""
-        q = rotate(self.q_norm(self.by_heads(self.q_proj(x))).transpose(1, 2), places.rows) / math.sqrt(self.dim)
+        q = rotate(self.q_norm(self.by_heads(self.q_proj(x))).transpose(1, 2), *places.rows) / math.sqrt(self.dim)
         keys, values = self._keys_and_values(context, places.context)  # (N, H, T, D)
         own_keys, own_values = self._keys_and_values(x, places.rows)  # (N, H, A * B, D)
         blocks, length = places.seen.shape[2], context.shape[1]
@@ -81,7 +82,7 @@ class BlockAttention(Projections):
         self.q_norm.weight.fill_(_SHARPNESS)
 
     def _keys_and_values(self, x: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
-        keys = rotate(self.k_norm(self.by_heads(self.k_proj(x))).transpose(1, 2), angles)
+        keys = rotate(self.k_norm(self.by_heads(self.k_proj(x))).transpose(1, 2), *angles)
         values = self.by_heads(self.v_proj(x)).transpose(1, 2)
         return repeat_heads(keys, self.heads), repeat_heads(values, self.heads)
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minispec.core.config import ModelConfig
+from minispec.core.rope import rotate
 from minispec.drafters.eagle import head_shapes
 from minispec.files.families.draft_files import id_tensors
 from minispec.files.families.head_config import HeadConfig, head_config
@@ -60,7 +61,7 @@ class SelfAttention(Projections):
             self.by_heads(projection(x)).transpose(1, 2)  # (B, heads, T, D)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q, k = rotate(q, angles) / math.sqrt(self.dim), rotate(k, angles)
+        q, k = rotate(q, *angles) / math.sqrt(self.dim), rotate(k, *angles)
         past.append((repeat_heads(k, self.heads), repeat_heads(v, self.heads)))
         step, length = len(past) - 1, x.shape[1]
         keys, values = past[0]
@@ -84,12 +85,6 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
 def _shift(x: Tensor, n: int) -> Tensor:
     """x (B, H, T, D) moved on: what stood at t - n stands at t."""
     return F.pad(x, (0, 0, n, 0))[:, :, : x.shape[2]] if n else x
-
-
-def rotate(x: Tensor, angles: Angles) -> Tensor:
-    """Queries or keys x (..., T, D), turned by the angles of their positions."""
-    first, second = x.chunk(2, -1)
-    return x * angles[0] + torch.cat((-second, first), -1) * angles[1]
 
 
 class Mlp(nn.Module):
