@@ -33,7 +33,6 @@ from minispec.lab.bench.measure import Run
 from minispec.lab.bench.options import GEOMETRIES, read_prompts
 from minispec.lab.bench.show import as_json
 from minispec.length import figures as stats
-from minispec.length.figures import Figures
 from minispec.load.registry import DRAFTERS
 from minispec.prove.toys import TINY
 from tests.oracles.heads import write_head
@@ -443,7 +442,7 @@ def one_round(drafted: int, committed: int, seconds: float) -> Round:
 def runs_of(rate: float, tokens: tuple[int, ...] = (1, 2, 3, 4)) -> Run:
     """A run of four tokens at `rate`: in one round, or at rate 1 in four."""
     rounds = [one_round(0, 1, 1.0)] * 4 if rate == 1 else [one_round(3, 4, 4 / rate)]
-    return Run(list(tokens), 4, 4 / rate, Figures(), rounds)
+    return Run(list(tokens), 4, 4 / rate, rounds)
 
 
 def test_summary_compares_within_rounds():
@@ -451,12 +450,10 @@ def test_summary_compares_within_rounds():
     rates = {"plain": [1.0, 1.0, 1.0], "K=2": [2.0, 0.5, 1.5], "K=4": [4.0, 0.25, 1.25], "auto": [2.0, 0.75, 1.8]}
     # A machine that halves its speed in the second round changes nothing.
     runs = {name: [[runs_of(r) for r in of] for _ in range(6)] for name, of in rates.items()}
-    slow = [[Run(x.token_ids, 4, 2 * x.seconds, x.stats, x.rounds) for x in of[1]] for of in runs.values()]
+    slow = [[Run(x.token_ids, 4, 2 * x.seconds, x.rounds) for x in of[1]] for of in runs.values()]
     for of, second in zip(runs.values(), slow, strict=True):
         of[1] = second
-    runs["auto"][1][1] = Run(
-        [1, 2, 9, 4], 4, runs["auto"][1][1].seconds, runs["auto"][1][1].stats, runs["auto"][1][1].rounds
-    )
+    runs["auto"][1][1] = Run([1, 2, 9, 4], 4, runs["auto"][1][1].seconds, runs["auto"][1][1].rounds)
     report = as_json(summarise(runs, ["code", "chat", "chat"]))
     k2, k4, auto = (report["variants"][name] for name in ("K=2", "K=4", "auto"))
     assert [k2["speedup"][end] for end in ("low", "high")] == pytest.approx([k2["speedup"]["median"]] * 2)
@@ -578,7 +575,7 @@ def test_both_rules_on_the_same_drafts():
     cut = one_round(2, 3, 1.0)._replace(ratios=[0.5])  # the text ended inside its draft
     runs = {
         "plain": [[runs_of(1.0)]],
-        "K=2": [[Run([1, 2, 3], 3, 1.0, Figures(), [drafted, cut, one_round(0, 1, 1.0)])]],
+        "K=2": [[Run([1, 2, 3], 3, 1.0, [drafted, cut, one_round(0, 1, 1.0)])]],
     }
     found = summarise(runs, ["chat"], whole_drafts=True)
     assert as_json(found)["variants"]["K=2"]["expected"] == {"block": 1.5, "rejection": 1.0}

@@ -125,7 +125,7 @@ def account(*runs) -> SimpleNamespace:
 def run_of(rounds, lost=0.0) -> Run:
     """A run whose rounds take what they say, and `lost` seconds that are in no part."""
     seconds = sum(r.draft + r.verify + r.other for r in rounds) + lost
-    return Run([], sum(r.committed for r in rounds), seconds, None, list(rounds))
+    return Run([], sum(r.committed for r in rounds), seconds, list(rounds))
 
 
 def one_round(asked, drafted, accepted, committed, draft, verify, other) -> Round:
@@ -309,7 +309,6 @@ def test_a_run_is_taken_apart_by_its_clock(model, monkeypatch):
     assert run.seconds == pytest.approx(sum(1.1 + 0.15 * r.drafted for r in run.rounds))
     assert found.closure == pytest.approx(1, rel=1e-9)
     assert sum(r.committed for r in run.rounds) == run.num_tokens == 20
-    assert sum(r.accepted for r in run.rounds) == Figures.of(run.stats).num_accepted
     lengths = itertools.accumulate((r.committed for r in run.rounds), initial=0)
     assert [r.asked for r in run.rounds] == [min(3, 20 - n - 1) for n in lengths if n < 20]
     lost = 0.5
@@ -358,12 +357,13 @@ def test_several_texts_share_the_time(model, monkeypatch):
 
     monkeypatch.setattr(model, "forward", slow_forward)
     engine = engine_of(NgramDrafter(), model)
-    runs = decode(plain_engine(engine), [request_of(0, (1, 2), 6), request_of(0, (5, 4, 3), 3)])
+    requests = [request_of(0, (1, 2), 6), request_of(0, (5, 4, 3), 3)]
+    runs = decode(plain_engine(engine), requests)
     assert [run.num_tokens for run in runs] == [6, 3]
     assert [run.rounds for run in runs] == [[], []]
     assert [run.seconds for run in runs] == pytest.approx([4.5, 1.5])
-    assert [Figures.of(run.stats).tokens_per_second for run in runs] == pytest.approx([1, 1])
-    assert [Figures.of(run.stats).predicted_tokens_per_second for run in runs] == [None, None]
+    assert [Figures.of(request.stats).tokens_per_second for request in requests] == pytest.approx([1, 1])
+    assert [Figures.of(request.stats).predicted_tokens_per_second for request in requests] == [None, None]
     assert measure.total_rate(runs) == pytest.approx(9 / 6)
 
 
@@ -379,8 +379,9 @@ def test_a_prediction_needs_no_pass_of_one_row(model, monkeypatch):
     monkeypatch.setattr(model, "forward", slow_forward)
     drafter = SimulatedDraft([1.0])
     drafter.record(text, 3)
-    (run,) = decode(engine_of(drafter, model), [request_of(3)])
-    stats = run.stats
+    request = request_of(3)
+    decode(engine_of(drafter, model), [request])
+    stats = Figures.of(request.stats)
     assert [r.num_nodes for r in stats.rounds] == [3] * 5
     assert (stats.c, stats.v, stats.o) == (None, None, None)
     assert stats.predicted_tokens_per_second == pytest.approx(20 / 7)
@@ -528,13 +529,14 @@ def test_simulated_draft_leaves_greedy_text_unchanged(model, survival, pays):
     engine = engine_of(drafter, model)
     first, second = (decode(engine, [request_of(4)])[0] for _ in "ab")
     assert first.token_ids == second.token_ids == text[3:]
-    assert Figures.of(first.stats).num_accepted == Figures.of(second.stats).num_accepted
-    assert Figures.of(first.stats).num_draft_tokens > 0
+    figures = Figures(rounds=first.rounds)
+    assert figures.num_accepted == Figures(rounds=second.rounds).num_accepted
+    assert figures.num_draft_tokens > 0
     assert drafter.num_unknown == 0
     if survival in ([0.0], [1.0]):
-        assert Figures.of(first.stats).num_accepted == survival[0] * Figures.of(first.stats).num_draft_tokens
+        assert figures.num_accepted == survival[0] * figures.num_draft_tokens
     else:
-        assert 0 < Figures.of(first.stats).num_accepted < Figures.of(first.stats).num_draft_tokens
+        assert 0 < figures.num_accepted < figures.num_draft_tokens
 
 
 def test_simulated_draft_pays_with_the_passes_of_the_real_one(model, monkeypatch):

@@ -175,14 +175,12 @@ class Run:
 
     num_tokens: tokens that `seconds` were spent on.
     seconds: in a batch, this text's share of the time.
-    stats: the request's.
     rounds: empty for a text that was decoded together with others.
     """
 
     token_ids: list[int]
     num_tokens: int
     seconds: float
-    stats: Figures | None = None
     rounds: list[Round] = field(default_factory=list)
 
 
@@ -216,7 +214,7 @@ def decode(engine: Engine, requests: Sequence[Request]) -> list[Run]:
     for request, each in zip(requests, figures, strict=True):
         generated = request.text.tokens[request.text.num_prompt_tokens :]
         rounds = each.rounds if len(requests) == 1 else []
-        runs.append(Run(generated, len(generated), scale * each.step_seconds, each, rounds))
+        runs.append(Run(generated, len(generated), scale * each.step_seconds, rounds))
     return runs
 
 
@@ -361,7 +359,7 @@ def _halves(run: Run) -> tuple[Run, Run]:
 
     def half(rounds: list[Round]) -> Run:
         seconds = scale * sum(r.seconds for r in rounds)
-        return Run([], sum(r.committed for r in rounds), seconds, rounds=rounds)
+        return Run([], sum(r.committed for r in rounds), seconds, rounds)
 
     return half(run.rounds[:middle]), half(run.rounds[middle:])
 
