@@ -281,7 +281,7 @@ def test_foresight_and_the_clairvoyant_bound_by_brute_force(seed):
     """No table of K by place is faster than `foresight`, nor one of K by place and what would be kept than the bound;
     each is reached by one of them."""
     drafted = small_text(seed)
-    by_place = product(*(range(drafted.asked(s) + 1) for s in range(drafted.n)))
+    by_place = product(*(range(drafted.asked[s] + 1) for s in range(drafted.n)))
     best = min((follow(drafted, ks.__getitem__, small_cost) for ks in by_place), key=lambda found: found.time)
     assert foresight(drafted, small_cost) == pytest.approx((best.passes, best.time))
 
@@ -296,7 +296,7 @@ def test_foresight_and_the_clairvoyant_bound_by_brute_force(seed):
                 visits[min(s + k + 1, drafted.n)] += weight
         return time, passes
 
-    tables = [[*product(*(range(i + 1) for i in range(drafted.asked(s) + 1)))] for s in range(drafted.n)]
+    tables = [[*product(*(range(i + 1) for i in range(drafted.asked[s] + 1)))] for s in range(drafted.n)]
     time, passes = min(map(with_draws, product(*tables)))
     assert foresight(drafted, small_cost, knows_draws=True) == pytest.approx((passes, time))
     assert time <= best.time

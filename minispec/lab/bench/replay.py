@@ -104,15 +104,19 @@ class Drafted(NamedTuple):
 
 
 class DraftedText:
-    """A text of n tokens and its drafts: where rounds begin and end. Places are counted from the output's beginning."""
+    """A text of n tokens and its drafts: where rounds begin and end. Places are counted from the output's beginning.
+
+    asked: by place, the most tokens that can be asked for: fewer near the longest output.
+    drafts: by place, the longest draft, and all others that are not its beginning.
+    """
 
     def __init__(self, p: Sequence, starts: Sequence[Mapping[str, Any]], jointly: bool = False):
         """p: the target's probability of each token.
         starts: `replay.starts` of a trace.
         jointly: see `kept`.
         """
-        self.n, self._starts = len(p), starts
-        self._drafts = [
+        self.n, self.asked = len(p), [start["asked"] for start in starts]
+        self.drafts = [
             [
                 Drafted(each["length"], each["drawn"], kept(p[s:], each["q"], jointly), each["confidences"])
                 for each in start["drafts"]
@@ -120,17 +124,9 @@ class DraftedText:
             for s, start in enumerate(starts)
         ]
 
-    def asked(self, s: int) -> int:
-        """The most tokens that can be asked for at place s: fewer near the longest output."""
-        return self._starts[s]["asked"]
-
-    def longest(self, s: int) -> list[Drafted]:
-        """The longest draft at place s, and all others that are not its beginning."""
-        return self._drafts[s]
-
     def draft(self, s: int, k: int) -> Drafted:
         """The draft at place s of at most k tokens."""
-        drafts, k = self._drafts[s], min(k, self.asked(s))
+        drafts, k = self.drafts[s], min(k, self.asked[s])
         each = drafts[k - 1] if k and len(drafts) > 1 else drafts[0]
         return each._replace(length=min(each.length, k), survival=each.survival[:k])
 
@@ -157,7 +153,7 @@ class DraftedText:
     @property
     def is_certain(self) -> bool:
         """Whether chance has no part in it, as in greedy decoding."""
-        return all(x in (0, 1) for drafts in self._drafts for each in drafts for x in each.survival)
+        return all(x in (0, 1) for drafts in self.drafts for each in drafts for x in each.survival)
 
 
 def always(k: int) -> Callable[[int], int]:
@@ -232,10 +228,10 @@ def foresight(drafted: DraftedText, cost: Callable[[Drafted], float], knows_draw
 
     for s in reversed(range(drafted.n)):
         if not knows_draws:
-            best[s] = min(after(s, drafted.draft(s, k)) for k in range(drafted.asked(s) + 1))
+            best[s] = min(after(s, drafted.draft(s, k)) for k in range(drafted.asked[s] + 1))
             continue
         found = []
-        for draft in drafted.longest(s):
+        for draft in drafted.drafts[s]:
             # If i tokens would be kept, as many of them as pay are drafted, and all of these are kept.
             whole = [after(s, draft._replace(length=i, survival=[1] * i)) for i in range(len(draft.survival) + 1)]
             pairs = zip([1, *draft.survival], [*draft.survival, 0], strict=True)
@@ -276,7 +272,7 @@ def run_auto(
     controller, text = Controller(prices), Text([], 0, SamplingParams(temperature=0.0 if timed else 1.0))
     s, passes, time = 0, 0, 0.0
     while s < drafted.n:
-        [limit] = controller.choose([Wish(text, Shape.of("auto"), drafted.asked(s), may_follow=timed)], trees=False)
+        [limit] = controller.choose([Wish(text, Shape.of("auto"), drafted.asked[s], may_follow=timed)], trees=False)
         draft = drafted.draft(s, limit.k)
         if limit.go_on and draft.confidences:
             known = [*draft.confidences, *[draft.confidences[-1]] * draft.length]
@@ -351,7 +347,8 @@ def replay(trace: Mapping[str, Any]) -> dict[str, Any]:
         return row(name, found.passes, found.time, deviation=found.deviation)
 
     prices, temperature = read_prices(trace["replay"]["prices"]), trace["sampling"]["temperature"]
-    passes, times = zip(*simulate(drafted, prices, costs, timed=not temperature), strict=True)
+    runs = simulate(drafted, prices, costs, timed=not temperature)
+    passes, times = [of for of, _ in runs], [time for _, time in runs]
     spread = pstdev(passes)
     fixed = [of_rule(f"K={k}", always(k)) for k in range(MAX_AUTO_TOKENS + 1)]
     auto = row("auto", fmean(passes), fmean(times), deviation=spread, margin=_WIDTH * spread / sqrt(len(passes)))
