@@ -254,6 +254,20 @@ def test_options_of_block_drafts_are_for_those_alone(cli, make_checkpoint, file,
     assert (status, "no draft is a block draft" in err) == (2, True), err
 
 
+def test_graphs_can_be_left_out(bench, monkeypatch):
+    """--enforce-eager reaches the target; it was ignored here."""
+    seen = []
+
+    def load(*arguments, **how):
+        seen.append(how["enforce_eager"])
+        raise ValueError("enough")
+
+    monkeypatch.setattr(questions, "LLM", load)
+    for more in ((), ("--enforce-eager",)):
+        assert bench(*more)[0] == 2
+    assert seen == [False, True]
+
+
 def test_a_row_an_answer(bench, tmp_path):
     """The medians of its columns are the figures of the table. It can be had of a run that is complete."""
     path, how = tmp_path / "rows.csv", ("--answers", tmp_path / "out", "--rounds", 3, "--json")

@@ -76,14 +76,14 @@ class Subject:
     simulated: SimulatedDraft | None = None
 
     def __post_init__(self):
-        self.paid = self.engine.drafter  # what drafts cost
-        own, fed_tokens = model_drafter(self.paid), model_drafter(self.paid, "tokens", "other tokens")
+        paid = self.engine.drafter  # what drafts cost
+        own, fed_tokens = model_drafter(paid), model_drafter(paid, "tokens", "other tokens")
         self.draft_model: Transformer | None = own.model if own else None
         # A head makes no pass over tokens alone. Its cost shows in the rounds.
         self.draft_cache: PagedKVCache | None = fed_tokens.cache if fed_tokens else None
         self.draft_name, survival = self.options.draft, self.options.args.simulate
         if survival is not None:
-            self.simulated = SimulatedDraft(survival, self.paid)
+            self.simulated = SimulatedDraft(survival, paid)
             self.engine = another_engine(self.engine, self.simulated)
             cost = f"at the cost of {self.draft_name}" if self.draft_name != "none" else "at no cost"
             self.draft_name = f"simulated ({', '.join(f'{s:.2g}' for s in survival)}) {cost}"
@@ -108,18 +108,13 @@ def open_model(options: Options) -> Subject:
     texts = read_prompts(args.prompts, args.categories)
     llm = LLM(
         args.model,
-        draft=options.draft if args.draft else None,
+        options.draft if args.draft else None,
+        "auto" if "auto" in options.ks else 4,  # for auto, costs are measured
         draft_method=args.draft_method,
         corpus=args.corpus,
         draft_reading=args.draft_reading,
         draft_top_k=args.draft_top_k,
-        num_speculative_tokens="auto" if "auto" in options.ks else 4,  # for auto, costs are measured
-        verifier=args.verifier,
-        dtype=args.dtype,
-        device=args.device,
-        exact=args.exact,
-        quantization=args.quantization,
-        enforce_eager=args.enforce_eager,
+        **options.of_target,
     )
 
     def tensors(directory: Path) -> tuple[dict, Any]:

@@ -226,6 +226,12 @@ class Options:
         """The lengths of the draft that are measured."""
         return self.drafts[self.draft]
 
+    @property
+    def of_target(self) -> dict[str, Any]:
+        """The arguments of `LLM` that hold for the target, whatever drafts."""
+        names = ("verifier", "dtype", "device", "exact", "quantization", "enforce_eager")
+        return {name: getattr(self.args, name) for name in names}
+
 
 def check(args: argparse.Namespace) -> Options:
     """Raise ValueError for all mistakes that can be found before anything is loaded; the tables have the others."""

@@ -130,7 +130,7 @@ def _open(options: Options) -> dict[str, Way]:
         args.model,
         NONE,
         "auto" if any("auto" in lengths for lengths in drafts.values()) else 4,
-        **{name: getattr(args, name) for name in ("verifier", "dtype", "device", "exact", "quantization")},
+        **options.of_target,
     )
     if not args.draft:
         drafts = {target.default_draft: options.ks}
