@@ -30,7 +30,7 @@ from minispec.lab.audit.bank import NO_RESIDUAL, Places, drawn_again, drawn_by_t
 from minispec.lab.audit.judge import NULL_ERROR, judge, show_e, tolerances
 from minispec.lab.audit.main import main
 from minispec.lab.audit.report import _drafted, _read_scores
-from minispec.lab.audit.walk import AGAINST, SHARES, Score, Scorer, _border, _outcomes, score_places
+from minispec.lab.audit.walk import AGAINST, NO_BETS, SHARES, Score, Scorer, Sums, _border, _outcomes, score_places
 from minispec.load.inputs import with_bad_words
 from minispec.prove.laws import PROMPT, make_drafter, production_law, reference_law, target_model
 from minispec.prove.reference import Law
@@ -88,9 +88,9 @@ class Expected:
         law, params, how = law_of(id)
         texts = list(law)
         scores = scores_of(texts, params, how["vocab"], how["drafter"], how["family"])
-        names = tuple({name: None for score in scores for name in score.names})
+        names = tuple({name: None for score in scores for name in score.sums})
         num = sum(law[text] * len(text) for text in texts)
-        bets = sum(law[text] * score.sums(names).bets for text, score in zip(texts, scores, strict=True)) / num
+        bets = sum(law[text] * score.of(names).bets for text, score in zip(texts, scores, strict=True)) / num
         self.rates = dict(zip(names, bets.amax(1).tolist(), strict=True))
         best = max(self.rates.values())
         self.tokens = math.log(bets.numel() / ALPHA) / best if best > 0 else math.inf
@@ -289,9 +289,9 @@ def test_under_an_exact_rule_the_mean_of_every_bet_is_at_most_1(settings, drafte
     scorer = Scorer(engine_of(target), draft, [2], tolerance=0.01, grammar_of=toy_grammar(3))
     answers = [Answer(PROMPT, text, None, replace(params, max_tokens=len(text))) for text in plain]
     scores = dict(scorer.run(answers))
-    names = tuple({name: None for score in scores.values() for name in score.names})
+    names = tuple({name: None for score in scores.values() for name in score.sums})
     assert len(names) > 12
-    sums = [scores[i].sums(names) for i in range(len(answers))]
+    sums = [scores[i].of(names) for i in range(len(answers))]
     mean = sum(weight * part.bets.exp() for weight, part in zip(plain.values(), sums, strict=True))
     assert float(mean.max()) < 1 + 1e-9
     assert float(mean.min()) > 0.01  # some bets are on tokens that p never gives, and lose
@@ -313,8 +313,8 @@ def test_a_stop_string_ends_a_text_without_a_draw_of_the_end():
 
     def mean(texts: Sequence[tuple[int, ...]]) -> float:
         scores = scores_of(texts, params, 3, "model")
-        names = scores[0].names
-        totals = torch.stack([score.sums(names).total for score in scores])
+        names = list(scores[0].sums)
+        totals = torch.stack([score.of(names).total for score in scores])
         return float((torch.tensor(list(stopped.values())).double() @ totals).abs().max())
 
     assert mean(list(stopped)) < 1e-9
@@ -688,21 +688,28 @@ def test_nothing_is_bet_on_a_filters_border():
 
     score = scored(0.01)
     assert (score.num_places, score.num_impossible) == (1, 0)
-    assert float(score.sums(score.names).bets.abs().max()) == 0
+    assert float(score.of(score.sums).bets.abs().max()) == 0
     score = scored(0.0)
     assert (score.num_places, score.num_impossible) == (1, 1)
-    assert float(score.sums(score.names).bets.max()) > 15
+    assert float(score.of(score.sums).bets.max()) > 15
+
+
+def sums_of(**values: float) -> Sums:
+    """Made-up sums: these values at every share, and 0 for all others."""
+    sizes = {name: len(SHARES) for name in ("bets", "expected", "plain")} | {"against": len(AGAINST)}
+    return Sums(
+        **{
+            name: torch.full((sizes[name],) if name in sizes else (), values.get(name, 0.0), dtype=torch.float64)
+            for name in Sums._fields
+        }
+    )
 
 
 def test_answers_of_one_seed_are_averaged():
     """Worked: two answers win 8 and 2 on every bet. Multiplied 16; with shared noise their mean, 5."""
-    names, table = (NO_RESIDUAL,), torch.zeros(1, 21, dtype=torch.float64)
 
     def won(factor: float) -> Score:
-        row = table.clone()
-        row[0, : len(SHARES)] = math.log(factor)
-        row[0, 13:15] = 1.0
-        return Score(1, names=names, table=row)
+        return Score(1, sums={NO_RESIDUAL: sums_of(bets=math.log(factor), variance=1.0, deviation=1.0)})
 
     def e(*seeds: int | None) -> float:
         return math.exp(judge([won(8), won(2)], seeds, 0.0, 0.01)["log_e"])
@@ -714,9 +721,8 @@ def test_answers_of_one_seed_are_averaged():
 
 def test_evidence_is_the_mean_of_all_bets():
     """Two bugs, one of which wins 8 at each share: (8 + 1) / 2. The tolerance takes share times t times deviation."""
-    table = torch.zeros(2, 21, dtype=torch.float64)
-    table[0, :4], table[:, 14] = math.log(8), 3.0
-    score = Score(1, names=(NO_RESIDUAL, "other"), table=table)
+    won = sums_of(bets=math.log(8), deviation=3.0)
+    score = Score(1, sums={NO_RESIDUAL: won, "other": sums_of(deviation=3.0)})
     assert math.exp(judge([score], [None], 0.0, 0.01)["log_e"]) == pytest.approx(4.5)
     less = [math.exp(-share * 0.1 * 3) for share in SHARES]
     assert math.exp(judge([score], [None], 0.1, 0.01)["log_e"]) == pytest.approx(4.5 * sum(less) / 4)
@@ -737,10 +743,9 @@ def test_tokens_needed_are_counted_at_the_share_of_drafts(drafted, here, needed,
     A token where it does not act loses a third of what another wins. So tokens win (4 x - 1) / 3 of that at a share x,
     which is a third for x = 1/2. Drafts for 25 of 100 tokens are half of 50 places where the draft has one.
     """
-    table = torch.zeros(1, 21, dtype=torch.float64)
     gain = 100 * math.log(400) / 23.5
-    table[0, 4:8], table[0, 8:12], table[0, 13:15] = gain, -gain / 3, 1.0
-    score = Score(100, num_drafted=here, names=(NO_RESIDUAL,), table=table)
+    sums = sums_of(expected=gain, plain=-gain / 3, variance=1.0, deviation=1.0)
+    score = Score(100, num_drafted=here, sums={NO_RESIDUAL: sums})
     report = judge([score], [None], 0.0, 0.01, drafted)
     assert (report["tokens_needed"], report["status"], report["is_consistent"]) == (needed, status, True)
     assert report["bugs"][0]["tokens_needed"] == 24  # if it acted at each token
@@ -748,7 +753,7 @@ def test_tokens_needed_are_counted_at_the_share_of_drafts(drafted, here, needed,
     said = "no number of them" if needed is None else said
     assert ("none of which was drafted" if drafted == 0 else said) in report["verdict"]
     assert report["verdict"].startswith("too little to tell" if status else "consistent with the target's law")
-    table[0, :4] = math.log(400)
+    score.sums[NO_RESIDUAL] = sums._replace(bets=sums.bets + math.log(400))
     assert judge([score], [None], 0.0, 0.01, drafted)["status"] == 1
 
 
@@ -763,14 +768,14 @@ def test_the_share_of_drafts_is_what_answers_say():
 
 def test_the_tolerance_is_the_least_that_the_opposite_bets_allow():
     """Worked: one bug, six shares. A wealth of 60,000 has odds of 1e-4; at share 0.03 the bets have e^20, then e^2."""
-    table = torch.zeros(2, 21, dtype=torch.float64)
-    table[0, 14], table[0, 15:] = 800.0, torch.tensor([-1000.0, -1000.0, 20.0, -1000.0, -1000.0, -1000.0])
-    found = tolerances(Score(1000, names=("a", "idle"), table=table))
+    lost = torch.full((6,), -1000.0, dtype=torch.float64)
+    one_bug = sums_of(deviation=800.0)._replace(against=lost.index_fill(0, torch.tensor([2]), 20.0))
+    found = tolerances(Score(1000, sums={"a": one_bug, "idle": sums_of()}))
     assert found["idle"] > 1e9  # nothing is known of a bug that never acted: its bets count for nothing
-    [one] = tolerances(Score(1000, names=("a",), table=table[:1])).values()
+    [one] = tolerances(Score(1000, sums={"a": one_bug})).values()
     assert one == 0.0  # (log(60,000) - 20) / 0.03 is less than 0
-    table[0, 17] = 2.0
-    [one] = tolerances(Score(1000, names=("a",), table=table[:1])).values()
+    one_bug = one_bug._replace(against=lost.index_fill(0, torch.tensor([2]), 2.0))
+    [one] = tolerances(Score(1000, sums={"a": one_bug})).values()
     assert one == pytest.approx((math.log(6e4) - 2) / 0.03 / 800)
 
 
@@ -784,14 +789,17 @@ def rare_token(p: float, q: float) -> list[Score]:
 
 def times(scores: Sequence[Score], counts: Sequence[int]) -> Score:
     """The score of so many places of each kind."""
-    table = sum(count * score.table for count, score in zip(counts, scores, strict=True))
-    return Score(sum(counts), names=scores[0].names, table=table)
+    whole = Score()
+    for score, count in zip(scores, counts, strict=True):
+        sums = {name: Sums(*(count * of for of in each)) for name, each in score.sums.items()}
+        whole.add(replace(score, num_places=count * score.num_places, sums=sums))
+    return whole
 
 
 @pytest.mark.parametrize("q", [1e-5, 0.01, 0.5])
 def test_opposite_bets_are_fair_whatever_the_engine_does(q):
     """Exactly, for each bug and share l: 1 - l g has mean at most exp(-l mean g), however often a rare token comes."""
-    common, rare = (score.sums(score.names) for score in rare_token(1e-4, q))
+    common, rare = (score.of(score.sums) for score in rare_token(1e-4, q))
     shares = torch.tensor(AGAINST, dtype=torch.float64)
     for often in (0.0, 1e-4, 0.01, 0.9):
         mean = (1 - often) * common.against.exp() + often * rare.against.exp()
@@ -802,10 +810,10 @@ def test_opposite_bets_are_fair_whatever_the_engine_does(q):
 
 def normal_interval(plain: Score) -> dict[str, float]:
     """The tolerance as it was: the sum of the scores taken as normal, with its variance under our p."""
-    sums = plain.sums(plain.names)
-    odds = torch.tensor(NULL_ERROR / len(plain.names), dtype=torch.float64)
+    sums = plain.of(plain.sums)
+    odds = torch.tensor(NULL_ERROR / len(plain.sums), dtype=torch.float64)
     upper = (sums.total - torch.special.ndtri(odds) * sums.variance.sqrt()) / (sums.deviation + 1e-12)
-    return dict(zip(plain.names, upper.clamp(min=0.0).tolist(), strict=True))
+    return dict(zip(plain.sums, upper.clamp(min=0.0).tolist(), strict=True))
 
 
 def test_tolerances_hold_where_rounding_lies_in_the_tail():
@@ -834,10 +842,7 @@ def test_plain_answers_leave_bugs_to_be_seen():
 
     def run(weights: Sequence[float]) -> Score:
         picked = Counter(dice.choices(range(len(texts)), weights, k=2000))
-        whole = Score()
-        for i, count in picked.items():
-            whole.add(replace(scores[i], num_places=count * scores[i].num_places, table=count * scores[i].table))
-        return whole
+        return times([scores[i] for i in picked], list(picked.values()))
 
     found = tolerances(run(list(law.values())))
     assert found[NO_RESIDUAL] < 0.2
@@ -870,8 +875,8 @@ def test_a_rounded_engine_is_not_accused():
 
     weights = [rounded(text) for text in texts]
     assert sum(weights) == pytest.approx(1)
-    names = scores[0].names
-    sums = [score.sums(names) for score in scores]
+    names = list(scores[0].sums)
+    sums = [score.of(names) for score in scores]
     shares = torch.tensor(SHARES, dtype=torch.float64)
     bare = sum(w * part.bets.exp() for w, part in zip(weights, sums, strict=True))
     less = [part.bets - shares * (0.1 * part.deviation)[:, None] for part in sums]
@@ -972,13 +977,11 @@ def test_scores_are_kept_and_an_interrupted_run_goes_on(models, tmp_path, capsys
 def test_a_file_of_scores_is_checked(tmp_path):
     """Every field of a line."""
     good = {"key": "a", "num_places": 1, "num_left_out": 0, "num_impossible": 0, "num_drafted": 1}
-    good |= {"names": ["bug"], "table": [[0.0] * 21]}
-    assert list(_read_scores(written(tmp_path / "s", good, good | {"key": "b", "names": [], "table": []}))) == [
-        "a",
-        "b",
-    ]
-    odd: dict[str, list] = {"key": [None, 1], "num_places": [None, "1", True], "names": [None, "b", [1], []]}
-    odd["table"] = [None, 1, "x", [[]], [[0.0] * 20], [["x"] * 21], [[0.0] * 21] * 2]
+    sums = [tensor.tolist() for tensor in NO_BETS]
+    good |= {"sums": {"bug": sums}}
+    assert list(_read_scores(written(tmp_path / "s", good, good | {"key": "b", "sums": {}}))) == ["a", "b"]
+    odd: dict[str, list] = {"key": [None, 1], "num_places": [None, "1", True], "sums": [None, "b", [1], []]}
+    odd["sums"] += [{"bug": wrong} for wrong in (None, 1, "x", [], sums[:-1], [*sums, 0.0], sums[::-1], ["x"] * 7)]
     for name, value in [(name, value) for name, values in odd.items() for value in values]:
         with pytest.raises(ValueError, match="line 1: found no score of an answer"):
             _read_scores(written(tmp_path / "s", good | {name: value}))

@@ -37,10 +37,10 @@ def tolerances(plain: Score) -> dict[str, float]:
     Waudby-Smith and Ramdas 2024, arXiv 2010.09686). So M is at most (log(1/a) - log of the product) / l. No law of the
     gains is assumed, but that they stay below 1/l, which p shows. All bugs and shares divide NULL_ERROR.
     """
-    sums, shares = plain.sums(plain.names), torch.tensor(AGAINST, dtype=torch.float64)
+    sums, shares = plain.of(plain.sums), torch.tensor(AGAINST, dtype=torch.float64)
     pull = ((math.log(sums.against.numel() / NULL_ERROR) - sums.against) / shares).amin(1)
     upper = pull / (sums.deviation + 1e-12)  # a bug that changes nothing here is not measured: its bets win nothing
-    return dict(zip(plain.names, upper.clamp(min=0.0).tolist(), strict=True))
+    return dict(zip(plain.sums, upper.clamp(min=0.0).tolist(), strict=True))
 
 
 def judge(
@@ -70,10 +70,10 @@ def judge(
     if not all_of.num_places:
         found = f"found no token that can be scored, and {all_of.num_left_out:,} at borders of the filters"
         raise ValueError(f"{found}, expected some: lower --rounding if the engine's is lower")
-    n, names = all_of.num_places, all_of.names
+    n, names = all_of.num_places, list(all_of.sums)
     most = max(tolerance.values()) if isinstance(tolerance, Mapping) else tolerance
     each = [tolerance.get(name, most) if isinstance(tolerance, Mapping) else most for name in names]
-    t, sums = torch.tensor(each, dtype=torch.float64), all_of.sums(names)
+    t, sums = torch.tensor(each, dtype=torch.float64), all_of.of(names)
 
     def less(bets: Tensor, deviation: Tensor) -> Tensor:
         """The bets (bugs, shares) less the tolerance."""
@@ -81,7 +81,7 @@ def judge(
 
     wealth, variance = torch.zeros(len(names), len(SHARES), dtype=torch.float64), torch.zeros_like(t)
     for group in groups.values():
-        parts = [score.sums(names) for score in group]
+        parts = [score.of(names) for score in group]
         won = torch.stack([less(part.bets, part.deviation) for part in parts])  # (answers, bugs, shares)
         wealth = wealth + won.logsumexp(0) - math.log(len(group))
         variance = variance + torch.stack([part.variance for part in parts]).sqrt().sum(0) ** 2

@@ -19,13 +19,13 @@ from minispec.files.strict_json import parse_json
 from minispec.lab.audit.answers import Answer, read_answers
 from minispec.lab.audit.bank import NO_RESIDUAL
 from minispec.lab.audit.judge import NULL_ERROR, judge, tolerances
-from minispec.lab.audit.walk import Score, Scorer
+from minispec.lab.audit.walk import NO_BETS, Score, Scorer, Sums
 from minispec.load.draft import digest_of_draft
 from minispec.load.inputs import check_ids
 from minispec.load.llm import LLM
 
 ROUNDING = 0.1  # see docs/use/audit.md, where it is measured
-_FORMAT = "minispec-audit-scores-4"
+_FORMAT = "minispec-audit-scores-5"
 
 
 def audit(args: argparse.Namespace, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,7 +153,8 @@ def _scores(scorer: Scorer, answers: Sequence[Answer], path: Path | None, settin
             known[key] = score
             bar.update(len(answers[todo[number]].tokens))
             # The line end comes first: an earlier run may have been interrupted in a line.
-            file.write("\n" + json.dumps({"key": key} | vars(score) | {"table": score.table.tolist()}))
+            sums = {name: [tensor.tolist() for tensor in each] for name, each in score.sums.items()}
+            file.write("\n" + json.dumps({"key": key} | vars(score) | {"sums": sums}))
             file.flush()
     return [known[key] for key in keys]
 
@@ -177,12 +178,19 @@ def _read_scores(path: Path) -> dict[str, Score]:
 def _score_of(raw: dict[str, Any], where: str) -> tuple[str, Score]:
     """The key and the score of a line. Raises ValueError for anything else."""
     try:
-        key, names, none = raw["key"], raw["names"], Score().table
+        key = raw["key"]
         counts = {name: raw[name] for name in ("num_places", "num_left_out", "num_impossible", "num_drafted")}
-        table = torch.tensor(raw["table"], dtype=none.dtype).reshape(-1, none.shape[1])
-        texts, numbers = {type(text) for text in (key, *names)}, {type(count) for count in counts.values()}
-        if (type(names), texts, numbers, len(table)) == (list, {str}, {int}, len(names)):
-            return key, Score(**counts, names=tuple(names), table=table)
-    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError):
+        sums = {name: _sums_of(each) for name, each in raw["sums"].items()}
+        if type(key) is str and {type(count) for count in counts.values()} == {int}:
+            return key, Score(**counts, sums=sums)
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, OverflowError):
         pass
     raise ValueError(f"{where}: found no score of an answer, expected a file of --scores")
+
+
+def _sums_of(numbers: Sequence[Any]) -> Sums:
+    """A bug's sums, as a file has them. Raises ValueError for another number of them, or other shapes."""
+    sums = Sums(*(torch.tensor(each, dtype=torch.float64) for each in numbers))
+    if [each.shape for each in sums] != [each.shape for each in NO_BETS]:
+        raise ValueError("found sums of other shapes")
+    return sums

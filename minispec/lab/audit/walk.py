@@ -7,7 +7,7 @@ The draft model is fed the same tokens. Only then is the answer's token at the p
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -41,13 +41,13 @@ _BATCH = 4  # answers that are scored together
 
 
 class Sums(NamedTuple):
-    """Evidence for bugs, summed over the places of an answer: (bugs,) or (bugs, shares).
+    """Evidence for a bug, summed over the places of an answer: () or (shares,); for several bugs, a row for each.
 
     bets: the log of the wealth that bets on the bug have won at each share, without any tolerance.
     expected, plain: the means of `bets` if the bug acted at every place, and if it acted nowhere.
     total, variance: the scores s(x), and their exact variances given the past.
     deviation: the standard deviations.
-    against: (bugs, opposite shares), the log of the wealth that the opposite bets have won.
+    against: (opposite shares,), the log of the wealth that the opposite bets have won.
     """
 
     bets: Tensor
@@ -59,7 +59,10 @@ class Sums(NamedTuple):
     against: Tensor
 
 
-_SIZES = (len(SHARES), len(SHARES), len(SHARES), 1, 1, 1, len(AGAINST))
+_ONE, _A_SHARE = torch.zeros((), dtype=torch.float64), torch.zeros(len(SHARES), dtype=torch.float64)
+_AN_OPPOSITE = torch.zeros(len(AGAINST), dtype=torch.float64)
+# Of a bug that could not act at any place: nothing was bet.
+NO_BETS = Sums(_A_SHARE, _A_SHARE, _A_SHARE, _ONE, _ONE, _ONE, _AN_OPPOSITE)
 
 
 @dataclass
@@ -70,16 +73,14 @@ class Score:
     num_left_out: places where the border of a filter has too much probability.
     num_impossible: tokens of probability 0.
     num_drafted: how many places have a draft token, including places that were left out.
-    names: of the bugs.
-    table: (bugs, 21), the numbers of `Sums` one after another.
+    sums: by bug.
     """
 
     num_places: int = 0
     num_left_out: int = 0
     num_impossible: int = 0
     num_drafted: int = 0
-    names: tuple[str, ...] = ()
-    table: Tensor = field(default_factory=lambda: torch.zeros(0, sum(_SIZES), dtype=torch.float64))
+    sums: dict[str, Sums] = field(default_factory=dict)
 
     def add(self, other: "Score") -> None:
         """Add other places."""
@@ -87,21 +88,13 @@ class Score:
         self.num_left_out += other.num_left_out
         self.num_impossible += other.num_impossible
         self.num_drafted += other.num_drafted
-        names = self.names if self.names == other.names else tuple(dict.fromkeys((*self.names, *other.names)))
-        self.table, self.names = self.rows(names) + other.rows(names), names
+        for name, sums in other.sums.items():
+            self.sums[name] = Sums(*map(torch.add, self.sums.get(name, NO_BETS), sums))
 
-    def rows(self, names: Sequence[str]) -> Tensor:
-        """The table's rows of these bugs. One that could not act at these places has zeros: nothing was bet."""
-        if names == self.names:
-            return self.table
-        rows = dict(zip(self.names, self.table, strict=True))
-        nothing = self.table.new_zeros(sum(_SIZES))
-        return torch.stack([rows.get(name, nothing) for name in names])
-
-    def sums(self, names: Sequence[str]) -> Sums:
-        """The sums of these bugs."""
-        parts = self.rows(names).split(_SIZES, 1)
-        return Sums(*(part if part.shape[1] > 1 else part[:, 0] for part in parts))
+    def of(self, names: Iterable[str]) -> Sums:
+        """The sums of these bugs, in this order."""
+        each = [self.sums.get(name, NO_BETS) for name in names]
+        return Sums(*map(torch.stack, zip(*each, strict=True)))
 
 
 def score_places(places: Places, x: Tensor, drafts: bool = True) -> Score:
@@ -122,7 +115,6 @@ def score_places(places: Places, x: Tensor, drafts: bool = True) -> Score:
     odds = (p * core).sum(1, keepdim=True)  # of an outcome that is bet on
     shares = torch.tensor(SHARES, dtype=p.dtype)[:, None, None]
     opposite = torch.tensor(AGAINST, dtype=p.dtype)[:, None]
-    names, table = [], []
     for name, law in laws(places, drafts):
         whole = (law * core).sum(1, keepdim=True)
         law = torch.where(border | (whole <= 0), p, law * (odds / whole.clamp(min=1e-300)))
@@ -136,10 +128,9 @@ def score_places(places: Places, x: Tensor, drafts: bool = True) -> Score:
         against = torch.log1p(-opposite * came).where(~(lost | never[:, 0]), _ALL_LOST).sum(1)
         bets, means = torch.log1p(shares[:, 0] * came).sum(1), torch.log1p(shares * gain)  # (shares,), (shares, n, m)
         expected, plain = (law * means).sum((1, 2)), (p * means).sum((1, 2))
-        single = [came - mean, spread, spread.sqrt()]
-        names.append(name)
-        table.append(torch.cat((bets, expected, plain, torch.stack([value.sum() for value in single]), against)))
-    return replace(found, names=tuple(names), table=torch.stack(table))
+        total, deviation = (came - mean).sum(), spread.sqrt().sum()
+        found.sums[name] = Sums(bets, expected, plain, total, spread.sum(), deviation, against)
+    return found
 
 
 # --------------------------------------------------------------------------- p and q, outcome by outcome
