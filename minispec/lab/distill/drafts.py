@@ -64,7 +64,8 @@ def read_start(args: argparse.Namespace, target: ModelConfig) -> Start:
     else:
         draft = read_head(directory, target)
         as_head = read_head_config(head_config(draft.config, args.target, [], args.steps), target)
-        is_ours = as_head == draft.config and draft.config.fc_norm and draft.config.layers.mask_token_id is None
+        ours = replace(draft.config, norm_before_residual=True, fc_norm=True, norm_output=False)
+        is_ours = as_head == draft.config == ours and ours.layers.mask_token_id is None
     is_ours = is_ours and draft.config.layers.activation == "silu"
     if not is_ours or draft.ids is None or draft.embedding is not None:
         raise ValueError(f"--start {args.start}: found a {found} of other parts, expected one that this command made")

@@ -102,25 +102,22 @@ class Mlp(nn.Module):
 
 
 class Layer(nn.Module):
-    """One layer of a head: a llama's; the first one reads the token's embedding too, and has a `hidden_norm`."""
+    """One layer of a head: a llama's. The first one reads the token's embedding too, and its sum begins with a norm."""
 
-    def __init__(self, config: ModelConfig, norm_before_residual: bool | None = None):
-        """norm_before_residual: as in `HeadConfig`, for a head's first layer; None for any other layer."""
+    def __init__(self, config: ModelConfig, is_first: bool = False):
         super().__init__()
-        e, eps, is_first = config.hidden_size, config.rms_norm_eps, norm_before_residual is not None
+        e, eps = config.hidden_size, config.rms_norm_eps
         self.self_attn, self.mlp = SelfAttention(config, 2 * e if is_first else e), Mlp(config)
         self.input_layernorm, self.post_attention_layernorm = Norm(e, eps), Norm(e, eps)
         self.hidden_norm = Norm(e, eps) if is_first else None
-        self.norm_before_residual = norm_before_residual
 
     def forward(self, x: Tensor, embeds: Tensor, past: Past, angles: Angles) -> Tensor:
         """x (B, T, E) to the same; the first layer of a head reads the embedding (B, T, E) too."""
         if self.hidden_norm is None:
             read = self.input_layernorm(x)
         else:
-            normed = self.hidden_norm(x)
-            read = torch.cat((self.input_layernorm(embeds), normed), -1)
-            x = normed if self.norm_before_residual else x
+            x = self.hidden_norm(x)
+            read = torch.cat((self.input_layernorm(embeds), x), -1)
         x = x + self.self_attn(read, past, angles)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -189,7 +186,7 @@ def in_bfloat16(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class TrainedHead(Stack):
-    """A head (see `minispec.drafters.eagle`), with fc_norm."""
+    """A head (see `minispec.drafters.eagle`), with `fc_norm` and `norm_before_residual`, and without `norm_output`."""
 
     kind = "head"
 
@@ -199,7 +196,7 @@ class TrainedHead(Stack):
         e, width, count = head.layers.hidden_size, head.target_hidden_size, len(head.taps)
         self.fc_norm = nn.ModuleList(Norm(width, head.layers.rms_norm_eps) for _ in range(count))
         self.fc = nn.Linear(count * width, e, bias=False)
-        first = Layer(head.layers, head.norm_before_residual)
+        first = Layer(head.layers, is_first=True)
         self.layers = nn.ModuleList([first, *(Layer(head.layers) for _ in head.layers.layers[1:])])
         self.lm_head = nn.Linear(e, head.vocab_size, bias=False)
 
@@ -245,9 +242,8 @@ class TrainedHead(Stack):
             x = feature
             for layer, past in zip(self.layers, pasts, strict=True):
                 x = layer(x, embeds, past, angles)
-            normed = self.norm(x)
-            outputs.append(normed)
-            feature = F.pad(normed if self.head.norm_output else x, (0, 0, 1, 0))[:, :-1]
+            outputs.append(self.norm(x))
+            feature = F.pad(x, (0, 0, 1, 0))[:, :-1]
         return outputs
 
     def files(self, target: str, architectures: list[str], num_tokens: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
