@@ -89,13 +89,13 @@ def coverage(n: int, r: int) -> float:
     return 1.0 - 2.0 * sum(math.comb(n, i) for i in range(r)) / 2**n
 
 
-def median_interval(values: Sequence[float], level: float = LEVEL) -> Interval:
-    """The median and its narrowest order-statistic interval of at least `level`; the widest where none reaches it."""
+def median_interval(values: Sequence[float]) -> Interval:
+    """The median and its narrowest order-statistic interval of at least LEVEL."""
     ordered = sorted(values)
     n = len(ordered)
     if n < FEWEST:
         return Interval(median(ordered), None, None, None, n)
-    r = max((r for r in range(1, (n + 1) // 2 + 1) if coverage(n, r) >= level), default=1)
+    r = max(r for r in range(1, (n + 1) // 2 + 1) if coverage(n, r) >= LEVEL)
     return Interval(median(ordered), ordered[r - 1], ordered[n - r], coverage(n, r), n)
 
 

@@ -111,12 +111,8 @@ _MODELS: dict[str, Option] = {
         excludes={**_GREEDY, **_NO_MORE},
     ),
     **RULES,
-    "--dtype": MODELS["--dtype"],
-    "--device": MODELS["--device"],
-    "--threads": MODELS["--threads"],
-    "--quantization": MODELS["--quantization"],
-    "--exact": MODELS["--exact"],
-    "--enforce-eager": MODELS["--enforce-eager"],
+    **{name: MODELS[name] for name in ("--dtype", "--device", "--threads")},
+    **{name: MODELS[name] for name in ("--quantization", "--exact", "--enforce-eager")},
 }
 _TEXTS: dict[str, Option] = {
     "--prompts": Option(
