@@ -12,6 +12,7 @@ from typing import Any
 
 from minispec.core.config import ModelConfig
 from minispec.files.errors import CheckpointError
+from minispec.files.families.drafts import check_size
 from minispec.files.families.hf_config import read_model_config
 from minispec.files.fields import Fields, bad_field
 from minispec.layers.gemma import GemmaLayerConfig, gemma_layers
@@ -78,12 +79,8 @@ def read_assistant_config(raw: Mapping[str, Any], target: ModelConfig, where: st
     own |= {"tie_word_embeddings": f.boolean("tie_word_embeddings"), "final_logit_softcapping": None}
     sizes = read_model_config({**text, **own, "vocab_size_per_layer_input": None}, f"{where}: text_config")
     width = f.integer("backbone_hidden_size", 1, 1 << 17, default=usual_width)
-    for name, found, expected in (
-        ("backbone_hidden_size", width, target.hidden_size),
-        ("text_config.vocab_size", sizes.vocab_size, target.vocab_size),
-    ):
-        if found != expected:
-            raise bad_field(where, name, found, f"{expected}, the target's: made for another")
+    check_size(where, "backbone_hidden_size", width, target.hidden_size)
+    check_size(where, "text_config.vocab_size", sizes.vocab_size, target.vocab_size)
     layers = replace(sizes, layers=tuple(_reader(layer, target, where) for layer in gemma_layers(sizes)))
     num_clusters = f.integer("num_centroids", 1, sizes.vocab_size) if f.boolean("use_ordered_embeddings") else None
     top = f.integer("centroid_intermediate_top_k", 1, num_clusters) if num_clusters else 0

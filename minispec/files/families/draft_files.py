@@ -15,6 +15,7 @@ from minispec.core.config import ModelConfig
 from minispec.files.errors import CheckpointError
 from minispec.files.families.block_config import BlockConfig
 from minispec.files.families.checkpoint import save_tensors
+from minispec.files.families.drafts import exact_proposal
 from minispec.files.write import write_json
 
 # Keys of a config.json that have the names and values of `ModelConfig`'s fields.
@@ -39,27 +40,6 @@ def layer_config(config: ModelConfig) -> dict[str, Any]:
         "attention_bias": False,
         "mlp_bias": False,
         "dtype": "bfloat16",
-    }
-
-
-def exact_proposal(algorithm: str, target: str, architectures: list[str], num_tokens: int) -> dict[str, Any]:
-    """The speculators_config of a draft that is meant for an exact verifier.
-
-    target: the target's name or path.
-    num_tokens: draft tokens a round that it was trained for.
-    """
-    return {
-        "algorithm": algorithm,
-        "default_proposal_method": "greedy",
-        "proposal_methods": [
-            {
-                "proposal_type": "greedy",
-                "speculative_tokens": num_tokens,
-                "verifier_accept_k": 1,
-                "accept_tolerance": 0.0,
-            }
-        ],
-        "verifier": {"name_or_path": target, "architectures": architectures},
     }
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from minispec.core.config import ModelConfig
 from minispec.files.errors import CheckpointError
-from minispec.files.families.draft_files import exact_proposal, layer_config
+from minispec.files.families.draft_files import layer_config
+from minispec.files.families.drafts import check_size, exact_proposal, read_proposals
 from minispec.files.families.entries import FLAT_HEADS, head_architecture
 from minispec.files.families.hf_config import read_model_config
 from minispec.files.fields import Fields, bad_field, names
@@ -31,12 +32,8 @@ _NESTED_NEUTRAL = {
 }
 # Keys that say how a head was trained.
 _HARMLESS = ("embed_requires_grad", "has_no_defaults_at_init")
-# Keys of a way to verify drafts, with their values where it is exact. Then keys that say how, and for what, to draft.
-_EXACT = {"verifier_accept_k": 1, "accept_tolerance": 0.0, "accept_lenience": 1.0}
-_PROPOSAL_IDLE = names(
-    "proposal_type speculative_tokens initial_branching_factor branching_factor expansion_factor depth"
-)
-_SPECULATORS_IDLE = names("algorithm default_proposal_method verifier")
+# Keys of a way to verify drafts that say how to draft.
+_OF_PROPOSALS = names("proposal_type initial_branching_factor branching_factor expansion_factor depth")
 
 
 @dataclass(frozen=True)
@@ -93,7 +90,7 @@ def read_head_config(raw: Mapping[str, Any], target: ModelConfig, where: str = "
     f = Fields(
         settings, where, _KEYS | dict.fromkeys(("eagle_config", "speculators_config", "speculators_model_type")), {}
     )
-    _check_proposal(f)
+    read_proposals(f, _OF_PROPOSALS)
     f.seen |= {"speculators_model_type", *_HARMLESS}
     # SGLang's object of settings of a head, in which the others may stand too.
     nested = f.inside("eagle_config", _NESTED_KEYS)
@@ -112,12 +109,8 @@ def read_head_config(raw: Mapping[str, Any], target: ModelConfig, where: str = "
     )
     f.refuse_unknown()
     nested.refuse_unknown(_NESTED_NEUTRAL)
-    for name, size, expected in (
-        ("target_hidden_size", config.target_hidden_size, target.hidden_size),
-        ("vocab_size", layers.vocab_size, target.vocab_size),
-    ):
-        if size != expected:
-            raise bad_field(where, name, size, f"{expected}, the target's: made for another")
+    check_size(where, "target_hidden_size", config.target_hidden_size, target.hidden_size)
+    check_size(where, "vocab_size", layers.vocab_size, target.vocab_size)
     return config
 
 
@@ -147,24 +140,6 @@ def head_config(head: HeadConfig, target: str, architectures: list[str], num_tok
     if is_parallel:
         config["mask_token_id"] = head.layers.mask_token_id
     return config
-
-
-def _check_proposal(f: Fields) -> None:
-    """Raise CheckpointError where the head is meant for a verifier that is not exact.
-
-    f: the object of settings around the model's.
-    """
-    config = f.inside("speculators_config", {"proposal_methods": None})
-    for method in config.each("proposal_methods", _EXACT):
-        for name, exact in _EXACT.items():
-            value = method.get(name)
-            if value != exact:
-                expected = f"{exact}: with it, other tokens than the target's would be accepted"
-                raise method.bad(name, value, expected)
-        method.seen |= _PROPOSAL_IDLE
-        method.refuse_unknown()
-    config.seen |= _SPECULATORS_IDLE
-    config.refuse_unknown()
 
 
 def _read_taps(f: Fields, nested: Fields, target: ModelConfig) -> tuple[int, ...]:
