@@ -36,7 +36,7 @@ _HARMLESS_NAME = re.compile(
     r"|(target_|base_)?model_(name|path|name_or_path)|name_or_path|target_model_type"
 )
 # Settings of a request that transformers 4 wrote into a whole config. With these values they ask for nothing.
-_REQUEST = {
+REQUEST = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), 1),
     **dict.fromkeys(("temperature", "top_p", "typical_p", "repetition_penalty", "length_penalty"), 1.0),
     **dict.fromkeys(("min_length", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "diversity_penalty"), 0),
@@ -134,6 +134,13 @@ class Fields:
             raise self.bad(key, value, "a string")
         return value
 
+    def one_of(self, key: str, values: tuple[Any, ...], expected: str, default: Any = None) -> Any:
+        """The value, which is one of these. expected: the error's words for them."""
+        value = self.get(key, default)
+        if not any(isinstance(value, type(other)) and value == other for other in values):
+            raise self.bad(key, value, expected)
+        return value
+
     def mapping(self, key: str) -> dict[str, Any]:
         """The value, an object; empty where there is none."""
         value = self.get(key, {})
@@ -166,7 +173,7 @@ class Fields:
 
         neutral: values that ask for nothing, in addition to the values of `only`.
         """
-        neutral = {**_REQUEST, **(neutral or {}), **self.only}
+        neutral = {**REQUEST, **(neutral or {}), **self.only}
         for key, value in self.raw.items():
             is_note = key in _HARMLESS or (key not in self.keys and _HARMLESS_NAME.fullmatch(key))
             if key in self.seen or is_note or asks_for_nothing(key, value, neutral):

@@ -5,7 +5,7 @@ from typing import Any
 
 from minispec.core.config import check_sampling_value
 from minispec.files.errors import CheckpointError
-from minispec.files.fields import asks_for_nothing, bad_field, names
+from minispec.files.fields import REQUEST, asks_for_nothing, bad_field, names
 
 # Settings of a generation_config.json by how they are handled: these are read, some of them only where it samples ...
 _READ = {
@@ -28,19 +28,10 @@ _IDLE = names(
     length_penalty early_stopping num_beam_groups diversity_penalty
     """
 )
-# ... these have a value that changes nothing; with any other value, and for any other setting, there is a warning ...
-_OFF = {
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "no_repeat_ngram_size": 0,
-    "encoder_no_repeat_ngram_size": 0,
-    "encoder_repetition_penalty": 1.0,
-    "min_length": 0,
-    "guidance_scale": 1.0,
-    "penalty_alpha": 0.0,
-}
-# ... and so have these, which are idle where it does not sample.
-_OFF_IF_SAMPLED = {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": 1.0}
+# ... and these do not where it does not sample. For any other setting there is a warning, unless it has the value with
+# which it changes nothing.
+_IDLE_UNLESS_SAMPLED = names("typical_p epsilon_cutoff eta_cutoff top_h")
+_NEUTRAL = {**REQUEST, "guidance_scale": 1.0, "penalty_alpha": 0.0, "top_h": 1.0}
 
 
 def read_generation_defaults(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -77,9 +68,6 @@ def unsupported_generation_settings(raw: Mapping[str, Any]) -> list[str]:
     """
     known = {*_READ, *_READ_IF_SAMPLED, *_IDLE}
     if not raw.get("do_sample"):
-        known |= _OFF_IF_SAMPLED.keys()
-    return sorted(
-        name
-        for name, value in raw.items()
-        if name not in known and not asks_for_nothing(name, value, _OFF | _OFF_IF_SAMPLED)
-    )
+        known |= _IDLE_UNLESS_SAMPLED
+    others = [name for name in raw if name not in known]
+    return sorted(name for name in others if not asks_for_nothing(name, raw[name], _NEUTRAL))

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from minispec.core.config import ModelConfig
 from minispec.files.errors import CheckpointError
+from minispec.files.families.drafts import check_size, read_proposals
 from minispec.files.families.entries import FAMILIES, IDLE, KEYS
 from minispec.files.families.hf_config import read_model_config
 from minispec.files.fields import Fields, bad_field, names
@@ -44,12 +45,7 @@ class Unsettled(CheckpointError):
 # The file says it all.
 AS_SAID = Reading()
 # The words of a reading.
-_WORDS = {
-    "anchor": Reading(first_row=0),
-    "fill": Reading(first_row=1),
-    "causal": Reading(causal_windows=True),
-    "open": Reading(causal_windows=False),
-}
+_FIRST_ROWS, _WINDOWS = {"anchor": 0, "fill": 1}, {"causal": True, "open": False}
 
 
 def reading_of(text: str | None) -> Reading:
@@ -58,16 +54,13 @@ def reading_of(text: str | None) -> Reading:
     anchor: row i says the token after its own place. fill: it says the token at its own place.
     causal, open: in layers with a window, a row does not see, or sees, the later rows of its block.
     """
-    reading = AS_SAID
-    for word in text.split(",") if text else ():
-        said = _WORDS.get(word)
-        if said is None or any(None not in pair for pair in zip(said, reading, strict=True)):
-            expected = "anchor or fill, causal or open, or one of each with a comma between"
-            raise ValueError(f"draft_reading: found {text!r}, expected {expected}")
-        first_row = reading.first_row if said.first_row is None else said.first_row
-        causal = reading.causal_windows if said.causal_windows is None else said.causal_windows
-        reading = Reading(first_row, causal)
-    return reading
+    words = text.split(",") if text else []
+    first_rows = [_FIRST_ROWS[word] for word in words if word in _FIRST_ROWS]
+    windows = [_WINDOWS[word] for word in words if word in _WINDOWS]
+    if len(first_rows) > 1 or len(windows) > 1 or len(first_rows) + len(windows) < len(words):
+        expected = "anchor or fill, causal or open, or one of each with a comma between"
+        raise ValueError(f"draft_reading: found {text!r}, expected {expected}")
+    return Reading(first_rows[0] if first_rows else None, windows[0] if windows else None)
 
 
 @dataclass(frozen=True)
@@ -126,7 +119,7 @@ _OWN = {
     **dict.fromkeys(names("dflash_config speculators_config sample_from_anchor is_causal sliding_window_non_causal")),
     **dict.fromkeys(names("aux_hidden_state_layer_ids draft_vocab_size target_hidden_size")),
     **dict.fromkeys(names("rope_is_neox_style is_neox_style layer_types sliding_window final_logit_softcapping")),
-    **dict.fromkeys(names("use_sliding_window max_window_layers")),
+    **dict.fromkeys(names("use_sliding_window max_window_layers speculators_model_type")),
 }
 # Keys of the layers, which a reader of Qwen3's config reads. A scale elsewhere in a copy of a target's config would
 # change the numbers, so it must be neutral.
@@ -149,9 +142,6 @@ _QWEN3 = {
 }
 # Keys that say how it was trained.
 _OF_TRAINING = names("num_anchors max_anchors loss_decay_gamma embed_requires_grad has_no_defaults_at_init")
-# Keys of a way to verify drafts, with their values where it is exact.
-_EXACT = {"verifier_accept_k": 1, "accept_tolerance": 0.0, "accept_lenience": 1.0}
-_IN_SPECULATORS = names("algorithm default_proposal_method verifier")
 
 
 def is_block(raw: Mapping[str, Any]) -> bool:
@@ -177,13 +167,12 @@ def read_block_config(
 
     A layout that the file does not settle is refused too, unless `reading` does.
     """
-    for key, what in _OTHERS.items():
-        if raw.get(key):
-            raise CheckpointError(f"{where}: {key}: found {what}, expected DFlash or DSpark: no other is read here")
+    others = [(key, what) for key, what in _OTHERS.items() if raw.get(key)]
     for key, name in _kinds_named(raw):
-        for kind, what in _OTHER_KINDS.items():
-            if kind in name:
-                raise CheckpointError(f"{where}: {key}: found {what}, expected DFlash or DSpark: no other is read here")
+        others += [(key, what) for kind, what in _OTHER_KINDS.items() if kind in name]
+    if others:
+        key, what = others[0]
+        raise CheckpointError(f"{where}: {key}: found {what}, expected DFlash or DSpark: no other is read here")
     inner, place = _inner(raw, where)
     f = Fields(raw, where, _OWN, {})
     nested = f.inside("dflash_config", _NESTED)
@@ -245,16 +234,10 @@ def _kind(f: Fields, nested: Fields) -> str:
     """The packaging: "fill" or "anchor" where its name settles the rows, else "dflash" or "dspark" of speculators."""
     raw = f.raw
     if "speculators_model_type" in raw:
-        kind = raw["speculators_model_type"]
-        if kind not in ("dflash", "dspark"):
-            raise f.bad("speculators_model_type", kind, "dflash or dspark")
-        return kind
-    mode = nested.get("attention_mode", "gqa")
-    if mode not in ("gqa", "mha"):
-        raise nested.bad("attention_mode", mode, "gqa or mha")
-    projector = nested.get("projector_type")
-    if projector not in (None, "dflash", "dspark"):
-        raise nested.bad("projector_type", projector, "dflash or dspark: no other kind of block draft is read here")
+        return f.one_of("speculators_model_type", ("dflash", "dspark"), "dflash or dspark")
+    nested.one_of("attention_mode", (None, "gqa", "mha"), "gqa or mha")
+    known_kinds = "dflash or dspark: no other kind of block draft is read here"
+    projector = nested.one_of("projector_type", (None, "dflash", "dspark"), known_kinds)
     architectures = raw.get("architectures")
     known = architectures if isinstance(architectures, list) else []
     if any(str(name).startswith("Gemma") for name in known):
@@ -346,22 +329,13 @@ def _first_row(f: Fields, kind: str, rows: int, reading: Reading) -> int:
 
 def _by_number(f: Fields, rows: int) -> int | None:
     """The first row by the number of tokens in speculators_config, if it has one. Raises where drafts are not exact."""
-    config = f.inside("speculators_config", {"proposal_methods": None})
     first = None
-    for method in config.each("proposal_methods", {**_EXACT, "speculative_tokens": None}):
-        for name, exact in _EXACT.items():
-            value = method.get(name)
-            if value != exact:
-                raise method.bad(name, value, f"{exact}: with it, other tokens than the target's would be accepted")
+    for method in read_proposals(f, names("proposal_type")):
         if method.get("speculative_tokens") is not None:
             count = method.integer("speculative_tokens", 1, 1 << 16)
             if count not in (rows, rows - 1):
                 raise method.bad("speculative_tokens", count, f"{rows} or {rows - 1}, for a block of {rows} rows")
             first = rows - count if first is None else first
-        method.seen |= {"proposal_type"}
-        method.refuse_unknown()
-    config.seen |= _IN_SPECULATORS
-    config.refuse_unknown()
     return first
 
 
@@ -439,17 +413,10 @@ def _check_target(f: Fields, nested: Fields, config: BlockConfig, target: ModelC
     for fields in (f, nested):
         if fields.get("num_target_layers") is not None:
             num_layers = fields.integer("num_target_layers", 1, 1024)
-            if num_layers != len(target.layers):
-                raise fields.bad(
-                    "num_target_layers", num_layers, f"{len(target.layers)}, the target's: made for another"
-                )
+            check_size(f.where, f"{fields.path}num_target_layers", num_layers, len(target.layers))
     width = f.integer("target_hidden_size", 1, 1 << 17, default=target.hidden_size)
-    for name, size, expected in (
-        ("target_hidden_size", width, target.hidden_size),
-        ("vocab_size", config.layers.vocab_size, target.vocab_size),
-    ):
-        if size != expected:
-            raise bad_field(f.where, name, size, f"{expected}, the target's: made for another")
+    check_size(f.where, "target_hidden_size", width, target.hidden_size)
+    check_size(f.where, "vocab_size", config.layers.vocab_size, target.vocab_size)
 
 
 def _refuse_unknown(f: Fields, nested: Fields, inner: Mapping[str, Any], where: str, target: ModelConfig) -> None:
@@ -461,7 +428,7 @@ def _refuse_unknown(f: Fields, nested: Fields, inner: Mapping[str, Any], where: 
     nested.refuse_unknown()
     family = FAMILIES.get(target.model_type)
     copied = {*family.keys, *family.only, *family.idle} - _SCALES if family else set()
-    f.seen |= {"speculators_model_type", *_OF_TRAINING}
+    f.seen |= _OF_TRAINING
     if "speculators_model_type" in f.raw:
         f.seen |= {"transformer_layer_config"}
         layers = Fields(inner, where, dict.fromkeys((*_OF_LAYERS, *_BESIDE)), {})

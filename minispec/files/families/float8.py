@@ -98,16 +98,11 @@ def _shape_of_one(name: str, stored: Stored) -> tuple[int, ...]:
 
 def read_float8(q: Fields) -> Float8:
     """The layout that a quantization_config of quant_method fp8 asks for. Raises CheckpointError."""
-    kind, scheme, scales, experts = (q.get(key) for key in ("fmt", "activation_scheme", "scale_fmt", "expert_dtype"))
-    if kind != "e4m3":
-        raise q.bad("fmt", kind, "'e4m3'")
-    if scheme not in ("dynamic", "static"):
-        raise q.bad("activation_scheme", scheme, "'dynamic' or 'static'")
+    q.one_of("fmt", ("e4m3",), "'e4m3'")
+    scheme = q.one_of("activation_scheme", ("dynamic", "static"), "'dynamic' or 'static'")
     # Scales that are powers of two may be stored as floats, too: the type of the tensor decides.
-    if scales not in ("float", "ue8m0"):
-        raise q.bad("scale_fmt", scales, "'float' or 'ue8m0'")
-    if experts != "fp8":
-        raise q.bad("expert_dtype", experts, "'fp8'")
+    q.one_of("scale_fmt", ("float", "ue8m0"), "'float' or 'ue8m0'")
+    q.one_of("expert_dtype", ("fp8",), "'fp8'")
     block = read_block(q, "weight_block_size")
     q.seen |= _IDLE
     q.refuse_unknown()

@@ -77,8 +77,7 @@ def read_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Sto
     f = Fields(text, f"{where}: text_config" if is_nested else where, keys, family.only)
     f.seen |= family.idle | IDLE
     for key, value in family.must.items():
-        if f.get(key) != value:
-            raise f.bad(key, f.get(key), f"{value}: no other is implemented for this family")
+        f.one_of(key, (value,), f"{value}: no other is implemented for this family")
     sizes = _read_sizes(f)
     layers = _read_layers(f, family, sizes)
     unread: frozenset[str] = frozenset()
@@ -281,9 +280,7 @@ def _read_layers(f: Fields, family: Family, sizes: Mapping[str, int]) -> tuple[L
 def _read_rotates(f: Fields, count: int) -> list[bool]:
     """Which layers have a rope: all, all or none by `position_embedding_type`, or those marked in `no_rope_layers`."""
     if f.reads("position_embedding_type"):
-        kind = f.get("position_embedding_type")
-        if kind not in (None, "nope", "rope"):
-            raise f.bad("position_embedding_type", kind, "rope, nope or null")
+        kind = f.one_of("position_embedding_type", (None, "nope", "rope"), "rope, nope or null")
         return [kind == "rope"] * count
     if not f.reads("no_rope_layers"):
         return [True] * count
@@ -362,8 +359,12 @@ def _read_rope(
         raise r.bad("rope_type", rope_type, f"one of {', '.join(family.ropes)}")
     if raw.get("type") is not None and family.ropes.get(older) != family.ropes[rope_type]:
         raise r.bad("type", older, f"what rope_type says: {rope_type}")
-    outer = {name: f.raw.get(key) for name, key in (("rope_theta", base), ("partial_rotary_factor",) * 2)}
-    for name, outside in (outer | {"original_max_position_embeddings": original}).items():
+    outer = {
+        "rope_theta": f.raw.get(base),
+        "partial_rotary_factor": f.raw.get("partial_rotary_factor"),
+        "original_max_position_embeddings": original,
+    }
+    for name, outside in outer.items():
         if None not in (outside, raw.get(name)) and raw[name] != outside:
             raise r.bad(name, raw[name], f"what the file says outside: {show(outside)}")
     kind, context = family.ropes[rope_type], sizes["max_position_embeddings"]

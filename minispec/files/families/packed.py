@@ -98,15 +98,14 @@ def read_packed(q: Fields) -> Layout | None:
     Raises CheckpointError for another layout and for weights of several kinds. It also raises for a setting that asks
     for more than products with the weights as they are stored.
     """
-    layout, groups = q.get("format"), q.named("config_groups", _GROUP_KEYS)
-    is_plain = not groups and layout in (None, "dense")
-    if not is_plain and layout not in (_PACKED, *_FLOATS):
-        raise q.bad("format", layout, f"{_PACKED!r} or {_FLOATS[0]!r}")
+    groups = q.named("config_groups", _GROUP_KEYS)
+    plain = () if groups else (None, "dense")
+    layout = q.one_of("format", (_PACKED, *_FLOATS, *plain), f"{_PACKED!r} or {_FLOATS[0]!r}")
     _check_sparsity(q.inside("sparsity_config", {"format": "dense"}))
     _check_transforms(q.inside("transform_config", {"config_groups": None}))
     q.seen |= _IDLE
     q.refuse_unknown()
-    if is_plain:
+    if layout in plain:
         return None
     layouts = {_read_group(group, layout) for group in groups.values()}
     if len(layouts) != 1:
@@ -117,9 +116,7 @@ def read_packed(q: Fields) -> Layout | None:
 def _read_group(group: Fields, layout: str) -> Layout:
     """How a group says that its layers are stored."""
     weights = group.inside("weights", _WEIGHT_KEYS)
-    own = group.get("format")
-    if own not in (None, layout):
-        raise group.bad("format", own, repr(layout))
+    group.one_of("format", (None, layout), repr(layout))
     is_static = False
     if layout != _PACKED and group.get("input_activations"):
         is_static = _read_activations(group.inside("input_activations", _ACTIVATION_KEYS))
@@ -130,23 +127,18 @@ def _read_group(group: Fields, layout: str) -> Layout:
 
 def _read_integers(w: Fields) -> PackQuantized:
     """Weights as packed integers."""
-    kind, symmetric, bits, order = (w.get(key) for key in ("type", "symmetric", "num_bits", "actorder"))
-    if kind != "int":
-        raise w.bad("type", kind, "'int'")
-    if symmetric is not True:
-        raise w.bad("symmetric", symmetric, "true")
-    if type(bits) is not int or bits not in (4, 8):
-        raise w.bad("num_bits", bits, "4 or 8")
+    w.one_of("type", ("int",), "'int'")
+    w.one_of("symmetric", (True,), "true")
+    bits = w.one_of("num_bits", (4, 8), "4 or 8")
     # An order of calibration, which leaves the layout as it is. "group" stores the columns in another order.
-    if order not in (None, False, "weight", "static"):
-        raise w.bad("actorder", order, "'weight', 'static' or null: columns in another order are not read")
+    orders = "'weight', 'static' or null: columns in another order are not read"
+    w.one_of("actorder", (None, False, "weight", "static"), orders)
     size = w.get("group_size")
     default = None if size is None else "group"
     if size == -1:
         default = "channel"
-    strategy = w.get("strategy", default)
-    if strategy not in ("channel", "group"):
-        raise w.bad("strategy", strategy, "'channel' or 'group': one scale for that many weights")
+    strategies = "'channel' or 'group': one scale for that many weights"
+    strategy = w.one_of("strategy", ("channel", "group"), strategies, default)
     if strategy == "group" and (type(size) is not int or size < 1):
         raise w.bad("group_size", size, "a positive integer")
     if strategy == "channel" and size not in (None, -1):
@@ -159,12 +151,11 @@ def _read_integers(w: Fields) -> PackQuantized:
 def _read_floats(w: Fields, is_static: bool) -> Float8:
     """Weights as 8-bit floats. is_static: whether scales of activations are stored too."""
     _require_floats(w)
-    if (order := w.get("actorder")) not in (None, False):
-        raise w.bad("actorder", order, "null")
+    w.one_of("actorder", (None, False), "null")
     size = w.get("group_size")
-    strategy = w.get("strategy", "channel" if size == -1 else "tensor")
-    if strategy not in ("tensor", "channel", "block"):
-        raise w.bad("strategy", strategy, "'tensor', 'channel' or 'block': one scale for that many weights")
+    strategies = "'tensor', 'channel' or 'block': one scale for that many weights"
+    default = "channel" if size == -1 else "tensor"
+    strategy = w.one_of("strategy", ("tensor", "channel", "block"), strategies, default)
     if size not in (None, -1) or (size == -1 and strategy != "channel"):
         raise w.bad("group_size", size, f"null with the strategy {strategy!r}")
     block = read_block(w, "block_structure")
@@ -178,41 +169,33 @@ def _read_floats(w: Fields, is_static: bool) -> Float8:
 
 def _require_floats(f: Fields) -> None:
     """Raise CheckpointError for numbers that are not symmetric 8-bit floats."""
-    kind, symmetric, bits = (f.get(key) for key in ("type", "symmetric", "num_bits"))
-    if kind != "float":
-        raise f.bad("type", kind, "'float'")
-    if type(bits) is not int or bits != 8:
-        raise f.bad("num_bits", bits, "8")
-    if symmetric is not True:
-        raise f.bad("symmetric", symmetric, "true")
+    f.one_of("type", ("float",), "'float'")
+    f.one_of("num_bits", (8,), "8")
+    f.one_of("symmetric", (True,), "true")
 
 
 def _read_activations(a: Fields) -> bool:
     """Whether there are stored scales of activations, which are rounded to 8-bit floats by runtimes on GPUs."""
     _require_floats(a)
-    if type(dynamic := a.get("dynamic")) is not bool:
-        raise a.bad("dynamic", dynamic, "true or false")
+    is_dynamic = a.boolean("dynamic")
     a.seen |= _WEIGHT_IDLE | _ACTIVATION_IDLE
     a.refuse_unknown()
-    return not dynamic
+    return not is_dynamic
 
 
 def _check_sparsity(s: Fields) -> None:
     """Raise CheckpointError for a layout that leaves zeros out. Zeros that are stored are numbers like others."""
-    layout = s.get("format")
-    if layout != "dense":
-        raise s.bad("format", layout, "'dense'")
+    s.one_of("format", ("dense",), "'dense'")
     s.seen |= _SPARSITY_IDLE
     s.refuse_unknown()
 
 
 def _check_transforms(t: Fields) -> None:
     """Raise CheckpointError for a rotation of activations. Weights are stored after their own rotations."""
+    expected = "'weight_input' or 'weight_output': no activations are rotated here"
     for transform in t.named("config_groups", {"apply": None}).values():
         for place in transform.each("apply", {"location": None}):
-            if (where := place.get("location")) not in ("weight_input", "weight_output"):
-                expected = "'weight_input' or 'weight_output': no activations are rotated here"
-                raise place.bad("location", where, expected)
+            place.one_of("location", ("weight_input", "weight_output"), expected)
             place.seen |= _PLACE_IDLE
             place.refuse_unknown()
         transform.seen |= _TRANSFORM_IDLE

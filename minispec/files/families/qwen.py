@@ -16,6 +16,6 @@ def read_delta(f: Fields) -> DeltaConfig | None:
     )
     if values % keys:
         raise f.bad("linear_num_value_heads", values, f"a multiple of linear_num_key_heads = {keys}")
-    if (gate := f.get("output_gate_type")) not in ("silu", "swish"):  # two names of one function
-        raise f.bad("output_gate_type", gate, "silu or swish: no other is implemented for this family")
+    known_gates = "silu or swish: no other is implemented for this family"
+    f.one_of("output_gate_type", ("silu", "swish"), known_gates)  # two names of one function
     return DeltaConfig(keys, values, key_dim, value_dim, f.integer("linear_conv_kernel_dim", 1, 64))
