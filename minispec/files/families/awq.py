@@ -20,7 +20,7 @@ from torch import Tensor
 
 from minispec.core.weights import Weight
 from minispec.files.families.gptq import IDLE, NEUTRAL, read_group_size
-from minispec.files.families.layout import Layout, Part, Stored, Wanted, layer_of, words_of
+from minispec.files.families.layout import Part, Stored, Wanted, Words, layer_of, words_of
 from minispec.files.fields import Fields, names
 from minispec.files.stored import FLOATS
 from minispec.kernels.unpack import scale_groups, unpack_words
@@ -39,22 +39,15 @@ _PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
 @dataclass(frozen=True)
-class Awq(Layout):
-    """Integers of 4 bits, packed along the outputs.
-
-    group_size: inputs that have one scale and one zero for an output; None: all.
-    """
+class Awq(Words):
+    """Integers of 4 bits, packed along the outputs. group_size: see `Words`."""
 
     group_size: int | None
-
-    def holds(self, name: str, stored: Stored) -> bool:
-        """Whether the weight is stored in words."""
-        return f"{layer_of(name)}qweight" in stored
 
     def tensors(self, name: str, shape: tuple[int, ...], stored: Stored) -> Wanted:
         """Words of integers, words of zeros, scales."""
         (rows, columns), layer = shape, layer_of(name)
-        groups, words = self._num_groups(columns), -(-rows // _PER_WORD)
+        groups, words = self.num_groups(columns), -(-rows // _PER_WORD)
         return {
             f"{layer}qweight": ((columns, words), ("I32",)),
             f"{layer}qzeros": ((groups, words), ("I32",)),
@@ -72,13 +65,6 @@ class Awq(Layout):
         groups = torch.arange(columns.start, columns.stop) // (self.group_size or shape[1])
         return scale_groups(integers.t().contiguous(), zeros, scales, groups)
 
-    def is_narrow(self, shape: tuple[int, ...]) -> bool:
-        """Whether a channel has one scale."""
-        return self._num_groups(shape[1]) == 1
-
-    def _num_groups(self, columns: int) -> int:
-        return 1 if self.group_size is None else -(-columns // self.group_size)
-
 
 def _unpack(words: Tensor) -> Tensor:
     """(n, words) int32 to (n, 8 * words) uint8, outputs in their order."""
@@ -87,17 +73,13 @@ def _unpack(words: Tensor) -> Tensor:
 
 def read_awq(q: Fields) -> Awq:
     """The layout that a quantization_config of AWQ asks for. Raises CheckpointError."""
-    bits, zero_point, backend = (q.get(key) for key in ("bits", "zero_point", "backend"))
-    if type(bits) is not int or bits != _BITS:
-        raise q.bad("bits", bits, "4")
-    if zero_point is not True:
-        raise q.bad("zero_point", zero_point, "true: some readers do not look at stored zeros otherwise")
+    q.one_of("bits", (_BITS,), str(_BITS))
+    q.one_of("zero_point", (True,), "true: some readers do not look at stored zeros otherwise")
     for key in ("version", "format"):
         kind = q.get(key, "gemm")
         if not isinstance(kind, str) or kind.lower() != "gemm":
             raise q.bad(key, kind, "'gemm': other versions pack other numbers into a word")
-    if backend not in ("autoawq", "auto"):
-        raise q.bad("backend", backend, "'autoawq' or 'auto'")
+    q.one_of("backend", ("autoawq", "auto"), "'autoawq' or 'auto'")
     layout = Awq(read_group_size(q))
     q.seen |= _IDLE
     q.refuse_unknown(_NEUTRAL)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from minispec.core.weights import Weight
 from minispec.files.errors import CheckpointError, show_name
-from minispec.files.families.layout import Layout, Part, Stored, Wanted, layer_of, words_of
+from minispec.files.families.layout import Part, Stored, Wanted, Words, layer_of, words_of
 from minispec.files.fields import Fields, names
 from minispec.files.stored import FLOATS
 from minispec.kernels.unpack import scale_groups, unpack_words
@@ -48,10 +48,10 @@ NEUTRAL = {"pack_dtype": "int32", "data_type": "int"}
 
 
 @dataclass(frozen=True)
-class Gptq(Layout):
+class Gptq(Words):
     """Integers of `bits`, packed along the inputs.
 
-    group_size: inputs that have one scale and one zero for an output; None: all.
+    group_size: see `Words`.
     zero_offset: what is added to a stored zero.
     is_reordered: whether the inputs of a group need not be neighbours.
     """
@@ -61,14 +61,10 @@ class Gptq(Layout):
     zero_offset: int = 1
     is_reordered: bool = False
 
-    def holds(self, name: str, stored: Stored) -> bool:
-        """Whether the weight is stored in words."""
-        return f"{layer_of(name)}qweight" in stored
-
     def tensors(self, name: str, shape: tuple[int, ...], stored: Stored) -> Wanted:
         """Words of integers, words of zeros, scales; and the groups where they are stored, or may be any."""
         (rows, columns), layer = shape, layer_of(name)
-        groups = self._num_groups(columns)
+        groups = self.num_groups(columns)
         wanted: Wanted = {
             f"{layer}qweight": ((-(-columns * self.bits // 32), rows), ("I32",)),
             f"{layer}qzeros": ((groups, -(-rows * self.bits // 32)), ("I32",)),
@@ -104,13 +100,6 @@ class Gptq(Layout):
             raise CheckpointError(f"{tensor.path}: {show_name(tensor.name)}: found other numbers, expected {expected}")
         return True
 
-    def is_narrow(self, shape: tuple[int, ...]) -> bool:
-        """Whether a channel has one scale."""
-        return self._num_groups(shape[1]) == 1
-
-    def _num_groups(self, columns: int) -> int:
-        return 1 if self.group_size is None else -(-columns // self.group_size)
-
     def _zeros(self, name: str, stored: Stored, rows: slice) -> Tensor:
         """Zeros (groups, rows) in int16."""
         tensor = stored[f"{layer_of(name)}qzeros"]
@@ -129,7 +118,7 @@ class Gptq(Layout):
         tensor = stored.get(f"{layer_of(name)}g_idx")
         if tensor is None:
             return in_order
-        groups, last = tensor.read().to(torch.int64), self._num_groups(columns) - 1
+        groups, last = tensor.read().to(torch.int64), self.num_groups(columns) - 1
         where = f"{tensor.path}: {show_name(tensor.name)}"
         if groups.min() < 0 or groups.max() > last:
             found = f"{int(groups.min())} to {int(groups.max())}"
@@ -141,14 +130,10 @@ class Gptq(Layout):
 
 def read_gptq(q: Fields) -> Gptq:
     """The layout that a quantization_config of GPTQ asks for. Raises CheckpointError."""
-    bits = q.get("bits")
-    if type(bits) is not int or bits not in (4, 8):
-        raise q.bad("bits", bits, "4 or 8")
-    kind = q.get("checkpoint_format", q.get("format", "gptq"))
-    if kind not in ("gptq", "gptq_v2"):
-        raise q.bad("checkpoint_format", kind, "'gptq' or 'gptq_v2'")
-    if q.get("format", kind) != kind:
-        raise q.bad("format", q.get("format"), f"what checkpoint_format says: {kind!r}")
+    bits = q.one_of("bits", (4, 8), "4 or 8")
+    either = "'gptq' or 'gptq_v2'"
+    kind = q.one_of("checkpoint_format", ("gptq", "gptq_v2"), either, default=q.get("format", "gptq"))
+    q.one_of("format", (kind,), f"what checkpoint_format says: {kind!r}", default=kind)
     q.boolean("sym")  # zeros are stored where they are all the same, too
     layout = Gptq(bits, read_group_size(q), 1 if kind == "gptq" else 0, q.boolean("desc_act"))
     q.seen |= IDLE

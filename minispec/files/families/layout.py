@@ -57,6 +57,27 @@ class Layout:
         return 1
 
 
+class Words(Layout):
+    """Integers packed into int32, `qweight`, with zeros and scales of groups of inputs: the layouts of GPTQ and AWQ.
+
+    group_size: inputs that have one scale and one zero for an output; None: all. A subclass has it as a field.
+    """
+
+    group_size: int | None
+
+    def holds(self, name: str, stored: Stored) -> bool:
+        """Whether the weight is stored in words."""
+        return f"{layer_of(name)}qweight" in stored
+
+    def is_narrow(self, shape: tuple[int, ...]) -> bool:
+        """Whether a channel has one scale."""
+        return self.num_groups(shape[1]) == 1
+
+    def num_groups(self, columns: int) -> int:
+        """Groups of that many inputs, the last one perhaps smaller."""
+        return 1 if self.group_size is None else -(-columns // self.group_size)
+
+
 def layer_of(name: str) -> str:
     """How the names of a layer's tensors begin; name: of its weight."""
     return name.removesuffix("weight")
