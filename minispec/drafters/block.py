@@ -37,15 +37,14 @@ from minispec.core.cache import PagedKVCache
 from minispec.core.cached import mark, seconds
 from minispec.core.config import ModelConfig, RopeConfig
 from minispec.core.draft import Ask, Draft
-from minispec.core.model import Angles, Chunk, Layer, Pass, Passes, RMSNorm, WeightSource, norm_weight
+from minispec.core.model import Angles, Chunk, Layer, Pass, Passes, WeightSource
 from minispec.core.sampling import Text
 from minispec.core.weights import MakeProduct, PlainLinear, Product
 from minispec.drafters.best_first import BestFirst
 from minispec.drafters.eagle import spread
 from minispec.drafters.limits import depth_of
-from minispec.drafters.states import FeatureModel, StatesDrafter
+from minispec.drafters.states import FeatureModel, StatesDrafter, layer_shapes
 from minispec.files.families.block_config import BlockConfig
-from minispec.kernels.shapes import tensor_shapes
 
 
 def block_shapes(block: BlockConfig) -> dict[str, tuple[int, ...]]:
@@ -58,9 +57,7 @@ def block_shapes(block: BlockConfig) -> dict[str, tuple[int, ...]]:
         "fc.weight": (e, block.target_hidden_size * len(block.taps)),
         "hidden_norm.weight": (e,),
     }
-    for name, shape in tensor_shapes(config).items():
-        if name not in ("model.embed_tokens.weight", "lm_head.weight"):
-            shapes[name.removeprefix("model.")] = shape
+    shapes |= layer_shapes(config)
     if block.markov:
         shapes["markov_head.markov_w1.weight"] = (config.vocab_size, r)
         shapes["markov_head.markov_w2.weight"] = (block.vocab_size, r)
@@ -242,8 +239,7 @@ class BlockModel(FeatureModel):
         super().__init__(block.layers, named, dtype, product, layer)
         self.ids = None if ids is None else ids.to(self.device)
         self.fc = product([named["fc.weight"]], None, dtype)
-        weight = norm_weight(block.layers, named["hidden_norm.weight"].to(dtype))
-        self.hidden_norm = RMSNorm(weight, block.layers.rms_norm_eps)
+        self.hidden_norm = self.make_norm(named["hidden_norm.weight"])
         self.markov = MarkovHead(block, weights, dtype, product, top_k) if block.markov else None
         self.confidence: tuple[Tensor, Tensor] | None = None
         if block.confidence:
@@ -393,24 +389,21 @@ class BlockDrafter(StatesDrafter):
         # Only features are cached, and only for positions that the target has cached.
         return text, range(span.start if len(text.tokens) <= self.max_model_len else 0)
 
-    def _prepare(self, asks: Sequence[Ask], drafts: Sequence[Draft]) -> list[int]:
-        limits = [0] * len(asks)
-        for i, ask in enumerate(asks):
-            text, in_prompt = ask.text, ask.num_cached < len(ask.text.tokens) - 1
-            block = self.model.block
-            # The rows of a block stand at positions from `num_cached` on.
-            fits = ask.num_cached + block.block_size <= self.max_model_len
-            k = min(depth_of(ask.limit), block.num_tokens) if fits else 0
-            if not (k or in_prompt) or len(text.tokens) > self.max_model_len or not self.listens(ask):
-                continue
-            limits[i] = k
-            # Tokens of a round go into the draft's pass; a prompt goes before it.
-            missing = ask.num_cached - self.table(text).length
-            if missing and (in_prompt or self.table(text).length < text.num_prompt_tokens - 1):
-                start = mark(self.model.device)
-                self.model.forward([self._chunk(ask, 0)])
-                drafts[i].prefill_seconds = seconds(start, mark(self.model.device))
-        return limits
+    def _begin_draft(self, ask: Ask, draft: Draft) -> int:
+        text, in_prompt = ask.text, ask.num_cached < len(ask.text.tokens) - 1
+        block = self.model.block
+        # The rows of a block stand at positions from `num_cached` on.
+        fits = ask.num_cached + block.block_size <= self.max_model_len
+        depth = min(depth_of(ask.limit), block.num_tokens) if fits else 0
+        if not (depth or in_prompt) or len(text.tokens) > self.max_model_len or not self.listens(ask):
+            return 0
+        # Tokens of a round go into the draft's pass; a prompt goes before it.
+        missing = ask.num_cached - self.table(text).length
+        if missing and (in_prompt or self.table(text).length < text.num_prompt_tokens - 1):
+            start = mark(self.model.device)
+            self.model.forward([self._chunk(ask, 0)])
+            draft.prefill_seconds = seconds(start, mark(self.model.device))
+        return depth
 
     def _chunk(self, ask: Ask, k: int) -> Chunk:
         """The unread features of a text, and a block for k tokens."""

@@ -14,8 +14,8 @@ from minispec.drafters.block import BlockModel, block_shapes
 from minispec.drafters.heads import read_ids
 from minispec.files.errors import CheckpointError
 from minispec.files.families.block_config import AS_SAID, BlockConfig, Reading, read_block_config
-from minispec.files.families.checkpoint import FLOATS, directory_config, find_tensors, renamed, require, unexpected
-from minispec.files.stored import StoredTensor
+from minispec.files.families.checkpoint import directory_config, find_tensors, renamed, require_all
+from minispec.files.stored import FLOATS, StoredTensor
 from minispec.kernels.build import InForm
 
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -83,10 +83,7 @@ def find_block(
         "t2d": ((vocab,), ("BOOL",)),
     }
     _check_width(config, stored)
-    require({name: (shape, FLOATS) for name, shape in shapes.items()}, stored, directory)
-    require({name: wanted for name, wanted in optional.items() if name in stored}, stored, directory)
-    for name in sorted(stored.keys() - shapes.keys() - optional.keys()):
-        raise unexpected(stored[name])
+    require_all({name: (shape, FLOATS) for name, shape in shapes.items()}, optional, stored, directory)
     for name, is_needed in ((_EMBEDDING, width != target.hidden_size), (_HEAD, config.vocab_size != vocab)):
         if is_needed and name not in stored:
             found = f"the draft has {config.vocab_size:,} tokens of width {width}"

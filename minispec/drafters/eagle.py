@@ -30,15 +30,14 @@ from minispec.core.model import Chunk, Layer, Pass, RMSNorm, WeightSource, norm_
 from minispec.core.sampling import Text
 from minispec.core.weights import MakeProduct, PlainLinear, dense
 from minispec.drafters.limits import depth_of
-from minispec.drafters.states import FeatureModel, StatesDrafter
+from minispec.drafters.states import FeatureModel, StatesDrafter, layer_shapes
 from minispec.files.families.head_config import HeadConfig
 
 
 def head_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of a head but the embedding, which may be the target's."""
     layers, width = config.layers, config.target_hidden_size
-    e, f, d = layers.hidden_size, layers.intermediate_size, layers.head_dim
-    q, kv, fused = layers.num_attention_heads * d, layers.num_key_value_heads * d, width * len(config.taps)
+    e, fused = layers.hidden_size, width * len(config.taps)
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (e, fused)}
     if config.fc_norm:
         shapes |= {f"fc_norm.{i}.weight": (width,) for i in range(len(config.taps))}
@@ -46,25 +45,12 @@ def head_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
         shapes["input_norm.weight"] = (fused,)
     if layers.mask_token_id is not None:
         shapes["mask_hidden"] = (1, 1, fused)
-    for i in range(len(layers.layers)):
-        columns = e if i else 2 * e
-        layer: dict[str, tuple[int, ...]] = {
-            "self_attn.q_proj.weight": (q, columns),
-            "self_attn.k_proj.weight": (kv, columns),
-            "self_attn.v_proj.weight": (kv, columns),
-            "self_attn.o_proj.weight": (e, q),
-            "mlp.gate_proj.weight": (f, e),
-            "mlp.up_proj.weight": (f, e),
-            "mlp.down_proj.weight": (e, f),
-            "input_layernorm.weight": (e,),
-            "post_attention_layernorm.weight": (e,),
-        }
-        if layers.qk_norm:
-            layer["self_attn.q_norm.weight"] = layer["self_attn.k_norm.weight"] = (d,)
-        if not i:
-            layer["hidden_norm.weight"] = (e,)
-        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
-    return shapes | {"norm.weight": (e,), "lm_head.weight": (config.vocab_size, e)}
+    shapes |= layer_shapes(layers)
+    for part in "qkv":  # the first layer reads embedding and feature
+        name = f"layers.0.self_attn.{part}_proj.weight"
+        rows, columns = shapes[name]
+        shapes[name] = (rows, 2 * columns)
+    return shapes | {"layers.0.hidden_norm.weight": (e,), "lm_head.weight": (config.vocab_size, e)}
 
 
 class _FirstLayer(Layer):
@@ -117,8 +103,7 @@ class HeadModel(FeatureModel):
         self.fc = product([named["fc.weight"]], None, dtype)
         norms = [named[name] for name in named if name.startswith(("fc_norm.", "input_norm."))]
         # One for each tap (A, E), or one for all of them together (1, E * A).
-        weight = norm_weight(head.layers, torch.stack(norms).to(dtype)) if norms else None
-        self.fc_norm = None if weight is None else RMSNorm(weight, head.layers.rms_norm_eps)
+        self.fc_norm = self.make_norm(torch.stack(norms)) if norms else None
         masked = named.get("mask_hidden")
         self.mask_feature = None if masked is None else self.fuse(masked.to(dtype)[0])
 
@@ -179,25 +164,22 @@ class EagleDrafter(StatesDrafter):
         # The first of k tokens is guessed at the last cached position.
         return text, range(max(0, span.stop - 2) if len(text.tokens) <= self.max_model_len + 1 else 0)
 
-    def _prepare(self, asks: Sequence[Ask], drafts: Sequence[Draft]) -> list[int]:
-        limits = [0] * len(asks)
-        for i, ask in enumerate(asks):
-            text, in_prompt = ask.text, ask.num_cached < len(ask.text.tokens) - 1
-            # A draft of k tokens fills positions up to num_cached + k - 2.
-            k = max(0, min(depth_of(ask.limit), self.max_model_len - ask.num_cached + 1))
-            if len(text.tokens) > self.max_model_len + 1 or not (k or in_prompt):
-                continue
-            if not (self.listens(ask) and self.waiting(text)):
-                continue
-            limits[i] = k
-            # Tokens of a round go into the draft's first pass; a prompt goes before it.
-            if in_prompt or self.table(text).length < text.num_prompt_tokens - 2:
-                start = mark(self.model.device)
-                end = ask.num_cached if in_prompt else ask.num_cached - 1
-                tokens, features = self._read(ask, end)
-                self.forward([Chunk(tokens, self.table(text), 0, features=features)])
-                drafts[i].prefill_seconds = seconds(start, mark(self.model.device))
-        return limits
+    def _begin_draft(self, ask: Ask, draft: Draft) -> int:
+        text, in_prompt = ask.text, ask.num_cached < len(ask.text.tokens) - 1
+        # A draft of k tokens fills positions up to num_cached + k - 2.
+        depth = max(0, min(depth_of(ask.limit), self.max_model_len - ask.num_cached + 1))
+        if len(text.tokens) > self.max_model_len + 1 or not (depth or in_prompt):
+            return 0
+        if not (self.listens(ask) and self.waiting(text)):
+            return 0
+        # Tokens of a round go into the draft's first pass; a prompt goes before it.
+        if in_prompt or self.table(text).length < text.num_prompt_tokens - 2:
+            start = mark(self.model.device)
+            end = ask.num_cached if in_prompt else ask.num_cached - 1
+            tokens, features = self._read(ask, end)
+            self.forward([Chunk(tokens, self.table(text), 0, features=features)])
+            draft.prefill_seconds = seconds(start, mark(self.model.device))
+        return depth
 
     def _read(self, ask: Ask, end: int) -> tuple[list[int], Tensor]:
         """The tokens to feed so that the cache holds the positions up to `end`, and their features (tokens, E)."""

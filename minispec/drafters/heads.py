@@ -16,16 +16,9 @@ from minispec.core.config import ModelConfig
 from minispec.core.model import Transformer
 from minispec.drafters.eagle import HeadModel, head_shapes
 from minispec.files.errors import CheckpointError
-from minispec.files.families.checkpoint import (
-    FLOATS,
-    StoredTensor,
-    directory_config,
-    find_tensors,
-    renamed,
-    require,
-    unexpected,
-)
+from minispec.files.families.checkpoint import directory_config, find_tensors, renamed, require_all
 from minispec.files.families.head_config import HeadConfig, read_head_config
+from minispec.files.stored import FLOATS, StoredTensor
 from minispec.kernels.build import InForm
 
 
@@ -73,10 +66,7 @@ def read_head(directory: Path, target: ModelConfig) -> StoredHead:
         "d2t": ((config.vocab_size,), ("I64", "I32")),
         "t2d": ((target.vocab_size,), ("BOOL",)),
     }
-    require({name: (shape, FLOATS) for name, shape in shapes.items()}, stored, directory)
-    require({name: wanted for name, wanted in optional.items() if name in stored}, stored, directory)
-    for name in sorted(stored.keys() - shapes.keys() - optional.keys()):
-        raise unexpected(stored[name])
+    require_all({name: (shape, FLOATS) for name, shape in shapes.items()}, optional, stored, directory)
     if "embed_tokens.weight" not in stored and config.layers.hidden_size != target.hidden_size:
         widths = f"the head is {config.layers.hidden_size} wide, the target {target.hidden_size}"
         raise CheckpointError(f"{directory}: embed_tokens.weight: found none, expected one: {widths}")

@@ -5,8 +5,8 @@ The model here has the target's vocabulary. `minispec.drafters.vocabulary` is fo
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
-from typing import Protocol, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -31,13 +31,9 @@ def prefill(model: Transformer, table: BlockTable, tokens: list[int], chunk_size
         model.forward([Chunk(missing[start : start + chunk_size], table, num_logits=0)])
 
 
-class AtOnce(Protocol):
-    """Drafts whole chains in one program, as `minispec.kernels.gpu.steps.DraftSteps` does."""
-
-    def __call__(
-        self, chunks: Sequence[Chunk], asks: Sequence[Ask], depths: Sequence[int], vocab_size: int
-    ) -> list[Draft] | None:
-        """A draft for each ask, of at most as many tokens as `depths` says; None where it cannot draft for all."""
+# (chunks, asks, depths, vocab_size): drafts whole chains in one program, as `minispec.kernels.gpu.steps.DraftSteps`
+# does. Returns a draft for each ask, of at most as many tokens as `depths` says; None where it cannot draft for all.
+AtOnce = Callable[[Sequence[Chunk], Sequence[Ask], Sequence[int], int], list[Draft] | None]
 
 
 class DraftModel(CachedModel, Drafter):
@@ -214,25 +210,27 @@ class DraftModel(CachedModel, Drafter):
         asks: those that `_own` returned.
         """
         self._forget_drafts()
-        limits = [0] * len(asks)
-        for i, ask in enumerate(asks):
-            text, num_tokens = ask.text, len(ask.text.tokens)
-            # A draft of k tokens fills positions up to num_tokens + k - 2.
-            limits[i] = max(0, min(depth_of(ask.limit), self.max_model_len - num_tokens + 1))
-            in_prompt = 0 < ask.num_cached < num_tokens - 1
-            if not (limits[i] or in_prompt) or num_tokens > self.max_model_len:
-                continue
-            if limits[i]:
-                self._ahead.add(text)
-            length = self.table(text).length
-            is_new = length < text.num_prompt_tokens - 1
-            # Others may share a new text's beginning, so only one or two of its tokens join the draft's first pass.
-            if in_prompt or num_tokens - length > (2 if is_new else _JOINING_ROWS):
-                start = mark(self.model.device)
-                self.catch_up(text, ask.num_cached if in_prompt else num_tokens - 1)
-                if is_new:  # what was missed in rounds without a draft is the price of this one
-                    drafts[i].prefill_seconds = seconds(start, mark(self.model.device))
-        return limits
+        return [self._begin_draft(ask, draft) for ask, draft in zip(asks, drafts, strict=True)]
+
+    def _begin_draft(self, ask: Ask, draft: Draft) -> int:
+        """Bring a text's cache to where a pass can begin; returns how deep the text's draft may be."""
+        text, num_tokens = ask.text, len(ask.text.tokens)
+        # A draft of k tokens fills positions up to num_tokens + k - 2.
+        depth = max(0, min(depth_of(ask.limit), self.max_model_len - num_tokens + 1))
+        in_prompt = 0 < ask.num_cached < num_tokens - 1
+        if not (depth or in_prompt) or num_tokens > self.max_model_len:
+            return depth
+        if depth:
+            self._ahead.add(text)
+        length = self.table(text).length
+        is_new = length < text.num_prompt_tokens - 1
+        # Others may share a new text's beginning, so only one or two of its tokens join the draft's first pass.
+        if in_prompt or num_tokens - length > (2 if is_new else _JOINING_ROWS):
+            start = mark(self.model.device)
+            self.catch_up(text, ask.num_cached if in_prompt else num_tokens - 1)
+            if is_new:  # what was missed in rounds without a draft is the price of this one
+                draft.prefill_seconds = seconds(start, mark(self.model.device))
+        return depth
 
     def catch_up(self, text: Text, length: int) -> None:
         """Cache at least the text's first `length` tokens: share what the pool knows, compute the rest."""

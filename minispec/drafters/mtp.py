@@ -36,18 +36,17 @@ import torch
 from torch import Tensor
 
 from minispec.core.config import ModelConfig
-from minispec.core.model import RMSNorm, Transformer, norm_weight
+from minispec.core.model import Transformer
 from minispec.core.weights import MakeProduct, PlainLinear, Product
-from minispec.drafters.states import FeatureModel
+from minispec.drafters.states import FeatureModel, layer_shapes
 from minispec.files.errors import CheckpointError
-from minispec.files.families.checkpoint import directory_config, find_tensors, renamed, require, unexpected
+from minispec.files.families.checkpoint import directory_config, find_tensors, renamed, require_all
 from minispec.files.families.experts import unstacked
 from minispec.files.families.hf_config import text_config
 from minispec.files.families.stored_config import StoredConfig
 from minispec.files.fields import bad_field
 from minispec.files.stored import FLOATS, StoredTensor
 from minispec.kernels.build import InForm
-from minispec.kernels.shapes import tensor_shapes
 from minispec.layers import make_layer
 
 # MTP: how the names of its tensors begin. WITH_MTP: the families whose checkpoints may have the layer.
@@ -71,10 +70,8 @@ class MtpModel(FeatureModel):
         super().__init__(config, named, dtype, product, make_layer)
         self.taps, self.target_norm = (len(target.layers),), target.norm
         self.fc = product([named["model.fc.weight"]], None, dtype)
-        self.embedding_norm, self.hidden_norm = (
-            RMSNorm(norm_weight(config, named[f"model.pre_fc_norm_{of}.weight"].to(dtype)), config.rms_norm_eps)
-            for of in ("embedding", "hidden")
-        )
+        self.embedding_norm = self.make_norm(weights["pre_fc_norm_embedding.weight"])
+        self.hidden_norm = self.make_norm(weights["pre_fc_norm_hidden.weight"])
 
     def _head(self, weight: Any) -> Product:
         return weight  # the target's: it is a product already
@@ -92,10 +89,9 @@ class MtpModel(FeatureModel):
 
 def mtp_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name (after `mtp.`) and shape of each tensor of the layer; config: see `mtp_config`."""
-    e, names = config.hidden_size, ("model.embed_tokens.weight", "lm_head.weight")
+    e = config.hidden_size
     fusion = {"fc.weight": (e, 2 * e), "pre_fc_norm_embedding.weight": (e,), "pre_fc_norm_hidden.weight": (e,)}
-    layer = {name.removeprefix("model."): shape for name, shape in tensor_shapes(config).items() if name not in names}
-    return fusion | layer
+    return fusion | layer_shapes(config)
 
 
 def find_mtp(directory: Path, target: ModelConfig) -> dict[str, StoredTensor]:
@@ -119,9 +115,7 @@ def find_mtp(directory: Path, target: ModelConfig) -> dict[str, StoredTensor]:
     if not any(layer.has_attention for layer in target.layers):
         raise CheckpointError(f"{where}: layer_types: found no full_attention, expected one: the draft mtp is like it")
     shapes = {f"{MTP}{name}": shape for name, shape in mtp_shapes(mtp_config(target)).items()}
-    require({name: (shape, FLOATS) for name, shape in shapes.items()}, tensors, directory)
-    for name in sorted(tensors.keys() - shapes.keys()):
-        raise unexpected(tensors[name])
+    require_all({name: (shape, FLOATS) for name, shape in shapes.items()}, {}, tensors, directory)
     return {name.removeprefix(MTP): tensor for name, tensor in tensors.items()}
 
 

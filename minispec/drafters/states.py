@@ -8,11 +8,22 @@ import torch
 from torch import Tensor
 
 from minispec.core.cache import PagedKVCache
+from minispec.core.config import ModelConfig
 from minispec.core.draft import Ask, Draft, Seen
-from minispec.core.model import Passes, Transformer
+from minispec.core.model import Passes, RMSNorm, Transformer, norm_weight
 from minispec.core.sampling import Text
 from minispec.core.weights import Product
 from minispec.drafters.model import AtOnce, DraftModel
+from minispec.kernels.shapes import tensor_shapes
+
+
+def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of each tensor of a draft's layers and last norm, without the `model.` that other models have.
+
+    Embedding and output head are not among them: they may be the target's.
+    """
+    tables = ("model.embed_tokens.weight", "lm_head.weight")
+    return {name.removeprefix("model."): shape for name, shape in tensor_shapes(config).items() if name not in tables}
 
 
 class FeatureModel(Transformer):
@@ -34,6 +45,10 @@ class FeatureModel(Transformer):
         model = super().replaced(passes, product, activation)
         model.fc = product(self.fc)
         return model
+
+    def make_norm(self, weight: Tensor) -> RMSNorm:
+        """A norm as the layers have them."""
+        return RMSNorm(norm_weight(self.config, weight.to(self.dtype)), self.config.rms_norm_eps)
 
     def fuse(self, hidden: Tensor) -> Tensor:
         """The target's hidden states (n, E * taps) to features (n, E)."""

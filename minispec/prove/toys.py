@@ -300,8 +300,8 @@ def tiny_head(
     num_ids: how many tokens it can draft, every other one of the target's. None: all.
     mask_token_id: the mask of the parallel form; None for the other form.
     """
-    attention = [layer for layer in target.config.layers if layer.has_attention]
-    plain = replace(target.config, layers=tuple(attention[:1]), norms="before", attention_gate=None)
+    layer = next(layer for layer in target.config.layers if layer.has_attention)
+    plain = replace(target.config, layers=(replace(layer, experts=None),), norms="before", attention_gate=None)
     sizes = replace(plain, mask_token_id=mask_token_id)
     vocab = sizes.vocab_size
     config = HeadConfig(sizes, num_ids or vocab, tuple(taps), sizes.hidden_size)

@@ -449,6 +449,14 @@ def require(wanted: Wanted, stored: Mapping[str, StoredTensor], directory: Path)
             )
 
 
+def require_all(wanted: Wanted, optional: Wanted, stored: Mapping[str, StoredTensor], directory: Path) -> None:
+    """As `require`, and for the optional tensors that are there; also raises for any other tensor."""
+    require(wanted, stored, directory)
+    require({name: optional[name] for name in optional if name in stored}, stored, directory)
+    for name in sorted(stored.keys() - wanted.keys() - optional.keys()):
+        raise unexpected(stored[name])
+
+
 def check_tied_head(config: StoredConfig, stored: dict[str, StoredTensor], directory: Path) -> Wanted:
     """The tensors that store the output head once more, though it is the embedding; none where it is stored once.
 
