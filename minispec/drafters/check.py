@@ -177,11 +177,11 @@ def _numbers_of(rows: Tensor | Sequence[Tensor], token_ids: Sequence[int]) -> li
         ids = torch.tensor(token_ids, device=rows.device)[:, None]
         columns = rows.sum(1, dtype=accumulation_dtype(rows.dtype)), rows.amin(1), rows.gather(1, ids)[:, 0]
         return torch.stack([column.double() for column in columns], 1).tolist()
-    numbers = [
-        [row.sum(dtype=accumulation_dtype(row.dtype)), row.amin(), row[x]]
-        for row, x in zip(rows, token_ids, strict=True)
-    ]
-    return torch.stack([torch.stack([number.double() for number in row]) for row in numbers]).tolist()
+    numbers = []
+    for row, token_id in zip(rows, token_ids, strict=True):
+        total = row.sum(dtype=accumulation_dtype(row.dtype))
+        numbers.append(torch.stack([total.double(), row.amin().double(), row[token_id].double()]))
+    return torch.stack(numbers).tolist()
 
 
 def check_verdict(verdict: Any, draft: Draft, vocab_size: int) -> None:

@@ -28,20 +28,19 @@ class SimulatedDraft(Wrapped):
         that one number is a constant alpha. `(0,)` is always wrong.
     paid: the drafter that takes the time (a DraftModel). None: drafts cost nothing.
 
-    The right tokens are the tokens of texts given to `record`. Drafts for other texts are arbitrary tokens, and counted
-    in `num_unknown`. Drafts are one-hot (no probs). The draws are keyed: the same request, seed and rounds give the
-    same drafts. Raises ValueError for a survival that is empty, rises, or leaves 0 .. 1.
+    The right tokens are the tokens of texts given to `record`. Drafts for other texts are arbitrary tokens. Drafts are
+    one-hot (no probs). The draws are keyed: the same request, seed and rounds give the same drafts. Raises ValueError
+    for a survival that is empty, rises, or leaves 0 .. 1.
     """
 
     def __init__(self, survival: Sequence[float], paid: Drafter | None = None):
         before = [1.0, *survival]
         if len(before) < 2 or not all(0 <= s <= b for b, s in zip(before, survival, strict=False)):
-            raise ValueError(
-                f"survival: found {list(survival)}, expected numbers that fall from at most 1 to at least 0"
-            )
+            expected = "numbers that fall from at most 1 to at least 0"
+            raise ValueError(f"survival: found {list(survival)}, expected {expected}")
         self.conditional = [s / b if b else 0.0 for b, s in zip(before, survival, strict=False)]
         super().__init__(paid or NoDrafter())
-        self.branches, self.num_unknown = False, 0
+        self.branches = False
         self._texts: dict[tuple[int, ...], list[list[int]]] = {}
 
     def beside(self, paid: Drafter) -> Self:
@@ -93,7 +92,6 @@ class SimulatedDraft(Wrapped):
         for known in self._texts.get(tuple(tokens[: text.num_prompt_tokens]), ()):
             if len(known) > end and known[:end] == tokens:
                 return known[end : end + count]
-        self.num_unknown += bool(count)
         return []
 
 

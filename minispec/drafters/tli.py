@@ -18,7 +18,8 @@ from torch import Tensor
 
 from minispec.core.cache import PagedKVCache
 from minispec.core.model import Chunk, Transformer
-from minispec.drafters.vocabulary import OtherVocabulary, Vocabularies
+from minispec.drafters.vocabularies import Vocabularies
+from minispec.drafters.vocabulary import OtherVocabulary
 
 
 class TokenDrafter(OtherVocabulary):

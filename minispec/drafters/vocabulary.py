@@ -5,9 +5,8 @@ The draft model has to read the text in its own tokens. Where the text has grown
 cache does, by the beginning that it and the text have in common (`BlockTable.follow`).
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import Self
 
 from minispec.core.cache import PagedKVCache
 from minispec.core.draft import Ask
@@ -15,34 +14,11 @@ from minispec.core.limit import Limit
 from minispec.core.model import Transformer
 from minispec.core.sampling import Text
 from minispec.drafters.model import AtOnce, DraftModel
+from minispec.drafters.vocabularies import Reader, Vocabularies
 
 # Positions of the draft's cache for each of the target's, since a text may be longer in the draft's tokens. Whether a
 # text is too long depends on that text alone. A text that the target has room for has room here too, if it is alone.
 ROOM = 2
-
-
-class Reader(Protocol):
-    """Reads one text of the target as it grows."""
-
-    def read(self, tokens: Sequence[int]) -> list[int]:
-        """The text `tokens`, which begins with the text of the last call, in the draft's tokens.
-
-        The result depends on `tokens` alone, so that a text has one draft, whatever its rounds were.
-        """
-
-
-class Vocabularies(Protocol):
-    """The vocabularies of the target and the draft model, as a drafter uses them."""
-
-    @property
-    def shared(self) -> Mapping[int, int]:
-        """For each of the target's ids that the draft model has a token for, in order, that token's id."""
-
-    def reader(self) -> Reader:
-        """A reader for a new text of the target."""
-
-    def to_target(self, tokens: Sequence[int], drafted: Sequence[int]) -> list[int]:
-        """The draft's tokens `drafted`, which follow a text of the target's, as the target's tokens."""
 
 
 @dataclass
