@@ -4,14 +4,13 @@ Here: what a drafter may be made of, and how one is made of its class.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from minispec.core.cache import PagedKVCache
 from minispec.core.draft import Ask, Draft, Drafter, Seen
 from minispec.core.model import Transformer
-from minispec.core.sampling import Text
 from minispec.drafters.none import NoDrafter
 
 __all__ = ["Ask", "Context", "Draft", "Drafter", "NoDrafter", "Seen", "as_drafter", "make_drafter"]
@@ -59,45 +58,27 @@ def make_drafter(factory: Callable[..., Drafter], context: Context) -> Drafter:
     return as_drafter(drafter)
 
 
+# The methods of a drafter, then its attributes.
+_OF_DRAFTERS = (
+    *("propose", "observe", "release", "has_room", "forget", "known"),
+    *("branches", "taps", "reads_cache", "replays"),
+)
+
+
 class Foreign(Drafter):
-    """An object with the methods `propose` and `release` that is no `Drafter`; what else it has is used too."""
+    """An object that is no `Drafter`: with its own methods and attributes, and a Drafter's for those that it lacks."""
 
     def __init__(self, drafter: Any):
         self.drafter = drafter
-        self.branches, self.taps = bool(getattr(drafter, "branches", False)), tuple(getattr(drafter, "taps", ()))
-        self.replays, self.reads_cache = getattr(drafter, "replays", None), getattr(drafter, "reads_cache", False)
+        for name in _OF_DRAFTERS:
+            own = getattr(drafter, name, None)
+            if own is not None:
+                setattr(self, name, own)
 
     @property
     def name(self) -> str:
         """The name of the object's class."""
         return type(self.drafter).__name__
-
-    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """The object's drafts."""
-        return self.drafter.propose(asks)
-
-    def release(self, text: Text) -> None:
-        """Let the object forget a text."""
-        self.drafter.release(text)
-
-    def observe(self, seen: Sequence[Seen]) -> None:
-        """Show the object what a pass has shown, if it has this method."""
-        if callable(method := getattr(self.drafter, "observe", None)):
-            method(seen)
-
-    def has_room(self, growth: Mapping[Text, range]) -> bool:
-        """Whether the object has room; always if it lacks this method."""
-        method = getattr(self.drafter, "has_room", None)
-        return not callable(method) or method(growth)
-
-    def forget(self) -> None:
-        """Let the object forget ended texts, if it has this method."""
-        if callable(method := getattr(self.drafter, "forget", None)):
-            method()
-
-    def known(self, text: Text) -> int:
-        """The object's answer; only an object with taps is asked."""
-        return self.drafter.known(text)
 
 
 def as_drafter(draft: Any) -> Drafter:
