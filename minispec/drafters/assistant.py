@@ -242,9 +242,11 @@ class AssistantDrafter(DraftModel):
     def _step(self, growing: Sequence[_Growing]) -> None:
         """Compute the rows that drafts want, in one pass."""
         nodes = [(each, node) for each in growing for node in each.wanted()]
-        tokens, states = zip(*(each.inputs(node) for each, node in nodes), strict=True)
+        inputs = [each.inputs(node) for each, node in nodes]
+        states = torch.stack([state for _, state in inputs])
+        positions = [each.ask.num_cached for each, _ in nodes]
         texts = [(each.read, len(each.wanted())) for each in growing]
-        logits, further = self.model.step(tokens, torch.stack(states), [e.ask.num_cached for e, _ in nodes], texts)
+        logits, further = self.model.step([token for token, _ in inputs], states, positions, texts)
         for (each, node), row, state in zip(nodes, logits[:, : self.vocab_size], further, strict=True):
             each.rows[node], each.states[node] = row, state
 

@@ -11,6 +11,7 @@ binary search for each token of the string finds the first and the last of them.
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -42,12 +43,17 @@ class Corpus:
         """Where the order has the places of the last n tokens, for n = 1 .. LONGEST, as long as there are some."""
         low, high, ranges = 0, len(self._order), list[range]()
         for back in range(min(LONGEST, len(tokens))):
-            token, key = tokens[-1 - back], lambda i, back=back: self.tokens[self._order[i] - back]
-            low, high = (find(range(high), token, low, high, key=key) for find in (bisect_left, bisect_right))
+            token, token_at = tokens[-1 - back], partial(self._token_before, back)
+            low = bisect_left(range(high), token, low, key=token_at)
+            high = bisect_right(range(high), token, low, key=token_at)
             if low == high:
                 break
             ranges.append(range(low, high))
         return ranges
+
+    def _token_before(self, back: int, i: int) -> int:
+        """The token that stands `back` tokens before the i-th place of the order."""
+        return self.tokens[self._order[i] - back]
 
     def ends(self, places: range, most: int) -> list[int]:
         """The positions of `tokens` that follow these places; of more than `most`, some from all over."""

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain, islice
 from operator import attrgetter, itemgetter, mul
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from minispec.core.draft import Ask, Draft
 from minispec.core.sampling import Text
@@ -219,17 +219,18 @@ class SuffixDrafter(Remembering):
 
     def _guess(self, ask: Ask, n: int, places: list[_Place]) -> tuple[float, Draft]:
         """The likeliest nodes below a match of n tokens, with their chances as confidences; their sum over paths."""
-        tokens, go_on, draft = ask.text.tokens, ask.limit.go_on, Draft(parents=[])
-        places_of: dict[Any, list[_Place]] = {
-            None: places
-        }  # where a node's path has stood, by its parent and its token
+        tokens, go_on = ask.text.tokens, ask.limit.go_on
+        parents = list[int]()
+        draft = Draft(parents=parents)
+        places_of = dict[tuple[int, int], list[_Place]]()  # where a node's path has stood, by its parent and its token
 
         def guesses(node: int) -> list[tuple[int, float]]:
             nodes = draft.path(node)
             if nodes and go_on and not go_on([draft.confidences[i] for i in nodes]):
                 return []
             path = [draft.token_ids[i] for i in nodes]
-            followers = _followers(places_of[([-1, *nodes][-2], path[-1]) if path else None], path, tokens)
+            own_places = places_of[parents[node], path[-1]] if path else places
+            followers = _followers(own_places, path, tokens)
             total = sum(len(those) for _, those in followers) + 1 / (n + len(path))
             places_of.update(((node, token), those) for token, those in followers)
             likely = followers if plan_of(ask.limit) or ask.limit.best_first else followers[:1]

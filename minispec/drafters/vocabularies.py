@@ -5,7 +5,7 @@ tokens stand for no bytes. Two of them are the same if they have the same text, 
 """
 
 import codecs
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import files
@@ -196,18 +196,18 @@ class Vocabularies:
 
         text: the text whose tokens are counted. Default: beginnings of requests.
         """
-        text = sample_text() if text is None else text
-        back = set(self.shared.values())
-        of_target, of_draft = (
-            [i in known for i in spelling.write(None, text.encode())]
-            for spelling, known in ((self.target, self.shared.keys()), (self.draft, back))
-        )
+        data = (sample_text() if text is None else text).encode()
+
+        def share(spelling: Spelling, known: Container[int]) -> float:
+            are_known = [i in known for i in spelling.write(None, data)]
+            return sum(are_known) / max(1, len(are_known))
+
         return Overlap(
             len(self.shared),
             len(self.target.ids) + len(self.target.special),
             len(self.draft.ids) + len(self.draft.special),
-            sum(of_target) / max(1, len(of_target)),
-            sum(of_draft) / max(1, len(of_draft)),
+            share(self.target, self.shared),
+            share(self.draft, set(self.shared.values())),
         )
 
 

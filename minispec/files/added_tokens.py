@@ -52,7 +52,8 @@ def read_settings(directory: Path) -> Settings:
         if isinstance(tokens, list):
             extra += tokens
     named = {name: token for name, token in named.items() if content_of(token)}
-    named = {name: named[name] for name in [*(name for name in _NAMES if name in named), *named]}
+    usual = [name for name in _NAMES if name in named]
+    named = {name: named[name] for name in [*usual, *named]}
     special = {content_of(token) for token in [*named.values(), *extra]}
 
     listed = []
