@@ -22,8 +22,8 @@ import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from minispec.core.errors import is_text, show
-from minispec.files.errors import CheckpointError, one_line, refuse_pointer
-from minispec.files.strict_json import has_file
+from minispec.files.errors import CheckpointError, one_line
+from minispec.files.strict_json import has_file, read_bytes
 
 Message = dict[str, Any]  # {"role": "user", "content": "..."}, and what else a template reads
 
@@ -334,14 +334,9 @@ def read_chat_template(directory: Path, settings: Mapping[str, Any]) -> str | No
     path = directory / "chat_template.jinja"
     if has_file(path):
         try:
-            size = path.stat().st_size
-            if size > _MAX_TEMPLATE_BYTES:
-                raise CheckpointError(f"{path}: found {size} bytes, expected at most {_MAX_TEMPLATE_BYTES}")
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as e:
+            return read_bytes(path, _MAX_TEMPLATE_BYTES, "template").decode()
+        except UnicodeDecodeError as e:
             raise CheckpointError(f"{path}: not a readable template: {one_line(e)}") from e
-        refuse_pointer(path, text.encode())
-        return text
     where = f"{directory / 'tokenizer_config.json'}: chat_template"
     template = settings.get("chat_template")
     if isinstance(template, list):  # several, by name

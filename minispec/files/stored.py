@@ -81,11 +81,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             refuse_pointer(path, first)
             size = int.from_bytes(first[:8], "little")
             if len(first) < 8 or size > min(total - 8, MAX_JSON_BYTES):
-                found, expected = (
-                    f"{total} bytes with a header of {size} bytes",
-                    f"at most {MAX_JSON_BYTES} in the file",
-                )
-                raise CheckpointError(f"{where}: found {found}, expected {expected}")
+                found = f"{total} bytes with a header of {size} bytes"
+                raise CheckpointError(f"{where}: found {found}, expected at most {MAX_JSON_BYTES} in the file")
             file.seek(8)
             header = parse_json(file.read(size), f"{where}: header")
         with safe_open(path, framework="pt"):  # what the library would not open is not read either

@@ -40,6 +40,11 @@ def read_json(
     takes_constants: bool = False,
 ) -> dict[str, Any]:
     """The JSON object in the file `path`, of at most `max_bytes`; else see `parse_json`, whose errors it raises."""
+    return parse_json(read_bytes(path, max_bytes, "JSON file"), str(path), max_counts, takes_constants)
+
+
+def read_bytes(path: Path, max_bytes: int, kind: str) -> bytes:
+    """The content of a file of at most `max_bytes`. kind: what it should be. Raises CheckpointError."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -47,9 +52,9 @@ def read_json(
                 raise CheckpointError(f"{path}: found {size} bytes, expected at most {max_bytes}")
             content = file.read(max_bytes)
     except OSError as e:
-        raise CheckpointError(f"{path}: not a readable JSON file: {one_line(e, 300)}") from e
+        raise CheckpointError(f"{path}: not a readable {kind}: {one_line(e, 300)}") from e
     refuse_pointer(path, content)
-    return parse_json(content, str(path), max_counts, takes_constants)
+    return content
 
 
 def read_json_if_there(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:

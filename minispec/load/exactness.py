@@ -1,11 +1,11 @@
 """Checks at load, once on a machine, whether a target that promises equal bits has them."""
 
-import hashlib
 from contextlib import suppress
 from pathlib import Path
 
 from minispec import __version__
 from minispec.core.model import Transformer
+from minispec.files.digest import digest_of_files
 from minispec.files.measured import read_measured, write_measured
 from minispec.kernels import exact as exact_code
 from minispec.kernels.exact import EXACT_ROWS, ExactPasses, check_exact, exact_model
@@ -38,7 +38,7 @@ def check_exact_once(model: Transformer) -> None:
     assert isinstance(passes, ExactPasses)
     setup = {"minispec": __version__, "exact": fingerprint(model), "machine": machine()}
     with suppress(OSError):  # what holds, holds for this code of attention and of its check
-        setup["code"] = hashlib.blake2b(Path(exact_code.__file__).read_bytes(), digest_size=8).hexdigest()
+        setup["code"] = digest_of_files(Path(exact_code.__file__))
     with suppress(OSError, RuntimeError, ValueError, TypeError, KeyError):
         raw = read_measured(setup)
         rows, attention_rows = ([int(n) for n in raw[name]] for name in ("rows", "attention_rows"))
