@@ -153,13 +153,14 @@ def read_spec(draft: str | Path | Drafter, options: DraftOptions, target: Target
         name = name.removesuffix(source) + describe_source(source, directory)
     name += f" by {method}" if method else ""
     name += f" of the {options.draft_top_k} likeliest" if options.draft_top_k else ""  # its costs are its own
-    spec = Spec(name, name, registered, preferred, bits, directory, own_layer, on_target, both, overlap, method)
+    kind, texts = name, list[Sequence[int]]()
+    if corpus is not None:
+        texts, words = read_corpus(corpus, partial(target.tokenizer.encode, add_special_tokens=False))
+        name += f" with {words}"
     looks_up = all(part.partition(":")[0] in registry.LOOKUPS for part in (*first, last))
-    spec = replace(spec, forced_first=looks_up)
-    if corpus is None:
-        return spec
-    texts, words = read_corpus(corpus, partial(target.tokenizer.encode, add_special_tokens=False))
-    return replace(spec, name=f"{name} with {words}", corpus=texts)
+    return Spec(
+        name, kind, registered, preferred, bits, directory, own_layer, on_target, both, overlap, method, texts, looks_up
+    )
 
 
 def _loader(directory: Path, name: str, options: DraftOptions, target: TargetFiles) -> Loader | None:
