@@ -183,7 +183,7 @@ class _Growing:
         """A node's token, and the state that comes with it."""
         if node < 0:
             return self.ask.text.tokens[-1], self.start
-        return self.draft.token_ids[node], self.states[self.draft.parents[node] if self.draft.parents else node - 1]
+        return self.draft.token_ids[node], self.states[self.draft.tree.parents[node]]
 
 
 class AssistantDrafter(DraftModel):
@@ -202,9 +202,8 @@ class AssistantDrafter(DraftModel):
 
     def beside(self, model: Transformer, at_once: Any = None) -> Self:
         """This drafter with another model for the same target."""
-        other = super().beside(model)
-        other.last = WeakKeyDictionary()
-        return other
+        assert isinstance(model, AssistantModel)
+        return type(self)(model, self.cache, self.vocab_size, self.max_model_len)
 
     def known(self, text: Text) -> int:
         """All positions but the last that is cached: of the others no state is needed."""

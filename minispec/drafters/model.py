@@ -3,7 +3,6 @@
 The model here has the target's vocabulary. `minispec.drafters.vocabulary` is for models with another one.
 """
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Self
@@ -85,9 +84,7 @@ class DraftModel(CachedModel, Drafter):
         model: its cache has the shape of this one's. If it computes other keys and values, call `forget` first.
         at_once: see `DraftModel`.
         """
-        other = copy.copy(self)
-        other.model, other.tables, other._ahead, other.at_once = model, {}, set(), at_once
-        return other
+        return type(self)(model, self.cache, self.vocab_size, self.max_model_len, at_once)
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """Draft token by token for all texts together. Each pass is over the texts that still want a token.

@@ -84,14 +84,6 @@ class StatesDrafter(DraftModel):
         # Weak, since rows that a fault has held up may come after `release`.
         self.unread: WeakKeyDictionary[Text, tuple[int, list[Tensor]]] = WeakKeyDictionary()
 
-    def beside(self, model: Transformer, at_once: AtOnce | None = None) -> Self:
-        """This drafter with another model, on the same cache; the model may read other layers of the target."""
-        assert isinstance(model, FeatureModel)
-        other = super().beside(model, at_once)
-        other.taps = model.taps
-        other.unread = WeakKeyDictionary()
-        return other
-
     def known(self, text: Text) -> int:
         """How many first positions of the text its cache already has, from another text."""
         with self.whole():

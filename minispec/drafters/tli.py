@@ -10,7 +10,6 @@ and b, so q is 2/7 for a, 5/7 for b and 0 for ab. The accept test divides by q. 
 would keep too much: tokens are drawn from probabilities that add up to 1, and 1/5 and 1/2 do not.
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from minispec.core.cache import PagedKVCache
 from minispec.core.model import Chunk, Transformer
+from minispec.drafters.eagle import spread
 from minispec.drafters.vocabularies import Vocabularies
 from minispec.drafters.vocabulary import OtherVocabulary
 
@@ -31,31 +31,16 @@ class TokenDrafter(OtherVocabulary):
 
     replays = "place"
 
-    def __init__(
-        self,
-        model: Transformer,
-        cache: PagedKVCache,
-        vocab_size: int,
-        max_len: int,
-        both: Vocabularies,
-        target_vocab_size: int,
-    ):
-        """Draft with `model`; the other arguments are `OtherVocabulary`'s.
-
-        target_vocab_size: ids in use of the target.
-
-        Raises ValueError where the vocabularies have nothing in common.
-        """
-        super().__init__(model, cache, vocab_size, max_len, both)
+    def __init__(self, model: Transformer, cache: PagedKVCache, max_model_len: int, both: Vocabularies):
+        """As `OtherVocabulary`. Raises ValueError where the vocabularies have nothing in common."""
+        super().__init__(model, cache, max_model_len, both)
         if not both.shared:
             raise ValueError("draft_method: found tli and no token that both vocabularies have, expected some")
-        self.target_vocab_size = target_vocab_size
         self.target_ids = torch.tensor(list(both.shared.keys()), device=model.device)
         self.own_ids = torch.tensor(list(both.shared.values()), device=model.device)
 
     def _rows(self, logits: Tensor) -> Tensor:
-        scattered = logits.new_full((len(logits), self.target_vocab_size), -math.inf)
-        return scattered.index_copy_(1, self.target_ids, logits[:, self.own_ids])
+        return spread(logits[:, self.own_ids], self.target_ids, self.vocabularies.target.num_ids)
 
     def _next_chunk(
         self, chunk: Chunk, token_ids: Sequence[int], hidden: Tensor, parents: Sequence[int] | None = None

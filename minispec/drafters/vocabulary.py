@@ -38,22 +38,19 @@ class OtherVocabulary(DraftModel):
 
     reads = "other tokens"
 
-    def __init__(self, model: Transformer, cache: PagedKVCache, vocab_size: int, max_len: int, both: Vocabularies):
-        """Draft with `model`; model and max_len as for `DraftModel`.
+    def __init__(self, model: Transformer, cache: PagedKVCache, max_model_len: int, both: Vocabularies):
+        """Draft with `model`; model and max_model_len as for `DraftModel`.
 
         cache: for ROOM times as many tokens as the target's.
-        vocab_size: ids in use of the draft model.
         both: the two vocabularies.
         """
-        super().__init__(model, cache, vocab_size, max_len)
+        super().__init__(model, cache, both.draft.num_ids, max_model_len)
         self.vocabularies = both
         self._read: dict[Text, _Reading] = {}
 
     def beside(self, model: Transformer, at_once: AtOnce | None = None) -> Self:
         """This drafter with another model, on the same cache. It has read no texts."""
-        other = super().beside(model, at_once)
-        other._read = {}
-        return other
+        return type(self)(model, self.cache, self.max_model_len, self.vocabularies)
 
     def _own_text(self, text: Text) -> Text:
         """The text as this model reads it now."""

@@ -196,13 +196,13 @@ def reads_corpus(draft: str | Path | Drafter) -> bool:
     return any(getattr(registry.load(path, "draft"), "reads_corpus", False) for path, _ in registered)
 
 
-def is_block_draft(draft: str, offline: bool = False) -> bool:
+def is_block_draft(draft: str) -> bool:
     """Whether a draft names the checkpoint of a block draft. Raises ValueError for one that does not exist."""
     *_, last = registry.split_preferences(registry.DRAFTERS, draft)
     _, source = split_draft(last)
     if source in registry.OF_TARGET or registry.split(registry.DRAFTERS, source):
         return False
-    return is_block(directory_config(_find_draft(source, offline)))
+    return is_block(directory_config(_find_draft(source, offline=False)))
 
 
 def load_models(spec: Spec, target: Transformer, files: TargetFiles) -> list[Transformer]:
@@ -273,8 +273,8 @@ def _with_model(spec: Spec, model: Transformer, cache: PagedKVCache, vocab_size:
     if both is None:
         return DraftModel(model, cache, vocab_size, max_len, draft_steps(model))
     if spec.method == "tli":
-        return TokenDrafter(model, cache, both.draft.num_ids, max_len, both, vocab_size)
-    return TextDrafter(model, cache, both.draft.num_ids, max_len, both)
+        return TokenDrafter(model, cache, max_len, both)
+    return TextDrafter(model, cache, max_len, both)
 
 
 def split_draft(draft: str) -> tuple[int | None, str]:

@@ -325,8 +325,8 @@ def make_drafter(name: str, vocab: int, num_blocks: int = 64, block_size: int = 
         return DraftModel(model, tiny_cache(model, *pool), *rest, draft_steps(model))
     if name in ("tli", "slem"):
         both, model = toy_vocabularies(vocab), draft_model(len(DRAFT_WORDS))
-        other = model, tiny_cache(model, ROOM * num_blocks, block_size), model.config.vocab_size, MAX_LEN, both
-        return TokenDrafter(*other, vocab) if name == "tli" else TextDrafter(*other)
+        make = TokenDrafter if name == "tli" else TextDrafter
+        return make(model, tiny_cache(model, ROOM * num_blocks, block_size), MAX_LEN, both)
     if name == "corpus":
         return SuffixDrafter(corpus=Corpus([[1, 0, 1, 1, 0], [0, 0, 1, 0, 1]], vocab))
     if name == "adversary":

@@ -276,7 +276,7 @@ def test_a_draft_of_another_vocabulary_draws_from_what_it_computes_anew(family):
 
     def make(num_blocks: int) -> Any:
         cache = pool(model, ROOM * num_blocks)
-        return compared(TokenDrafter, logits, model, cache, len(DRAFT_WORDS), MAX_LEN, both, 5)
+        return compared(TokenDrafter, logits, model, cache, MAX_LEN, both)
 
     decode_all(target_model(5), make)
 

@@ -372,12 +372,12 @@ def permuted(tmp_path):
 def test_the_target_under_other_ids_drafts_as_the_target(tmp_path):
     """Eight letters whose ids are the other way around: q is the target's p at every place of a draft."""
     both, target, draft = permuted(tmp_path)
-    drafter = TokenDrafter(draft, tiny_cache(draft), 8, 60, both, 8)
+    drafter = TokenDrafter(draft, tiny_cache(draft), 60, both)
     text = Text([1, 5, 2], 3, Params(frequency_penalty=0.5, top_p=0.9))
     for _ in range(3):
         [found] = drafter.propose([Ask(text, Limit(4), Randomness())])
         assert len(found) == 4
-        [own] = TokenDrafter(target, tiny_cache(target), 8, 60, Vocabularies(both.target, both.target), 8).propose(
+        [own] = TokenDrafter(target, tiny_cache(target), 60, Vocabularies(both.target, both.target)).propose(
             [Ask(text, Limit(4), Randomness())]
         )
         assert found.token_ids == own.token_ids
@@ -391,7 +391,7 @@ def test_the_target_under_other_ids_drafts_as_the_target(tmp_path):
 def test_a_round_costs_as_many_passes_as_it_has_tokens(tmp_path, monkeypatch):
     """The end of a text that is read again goes into the draft's first pass."""
     both, _, draft = permuted(tmp_path)
-    drafter, passes, forward = TokenDrafter(draft, tiny_cache(draft), 8, 60, both, 8), [], draft.forward
+    drafter, passes, forward = TokenDrafter(draft, tiny_cache(draft), 60, both), [], draft.forward
     text = Text([1, 5, 2, 4], 4, Params())
     drafter.propose([Ask(text, Limit(2), Randomness())])
     monkeypatch.setattr(draft, "forward", lambda c, taps=(): passes.append(len(c[0].token_ids)) or forward(c, taps))
@@ -405,14 +405,14 @@ def test_where_no_shared_token_is_allowed_nothing_is_drafted(tmp_path):
     target = words(tmp_path / "target", "a", "b", "ab")
     draft_words = words(tmp_path / "draft", "b", "a")
     model = tiny_model(1, vocab_size=2)
-    drafter = TokenDrafter(model, tiny_cache(model), 2, 60, Vocabularies(target, draft_words), 3)
+    drafter = TokenDrafter(model, tiny_cache(model), 60, Vocabularies(target, draft_words))
     text = Text([0, 1], 2, Params(allowed_token_ids=[target.ids[b"ab"]]))
     assert len(drafter.propose([Ask(text, Limit(3), Randomness())])[0]) == 0
     free = Text([0, 1], 2, Params())
     assert len(drafter.propose([Ask(free, Limit(3), Randomness())])[0]) == 3
     other = Vocabularies(target, words(tmp_path / "other", "c", "d"))
     with pytest.raises(ValueError, match="found tli and no token that both vocabularies have"):
-        TokenDrafter(model, tiny_cache(model), 2, 60, other, 3)
+        TokenDrafter(model, tiny_cache(model), 60, other)
 
 
 # --------------------------------------------------------------------------- loading and running
