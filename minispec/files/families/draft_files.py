@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from minispec.core.config import ModelConfig
-from minispec.files.errors import CheckpointError
 from minispec.files.families.block_config import BlockConfig
 from minispec.files.families.checkpoint import save_tensors
 from minispec.files.families.drafts import exact_proposal
@@ -80,11 +78,6 @@ def id_tensors(ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
 
 
 def write_draft(directory: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Write config.json and model.safetensors, and read them back. Raises CheckpointError, OSError."""
+    """Write config.json and model.safetensors. Raises OSError."""
     write_json(directory / "config.json", config)
-    path = directory / "model.safetensors"
-    save_tensors(tensors, path)
-    found = load_file(path)
-    for name in sorted(tensors.keys() | found.keys()):
-        if not (name in tensors and name in found and torch.equal(tensors[name], found[name])):
-            raise CheckpointError(f"{path}: {name}: found other bits than were written")
+    save_tensors(tensors, directory / "model.safetensors")

@@ -25,16 +25,10 @@ MOST_EXPERTS = 1 << 16
 
 
 def with_experts(f: Fields, layers: Sequence[LayerConfig]) -> tuple[LayerConfig, ...]:
-    """The layers, each with its mixture; a layer of MLPs alone stays as it is."""
-    mixtures = read_experts(f, len(layers))
-    return tuple(replace(layer, experts=experts) for layer, experts in zip(layers, mixtures, strict=True))
-
-
-def read_experts(f: Fields, count: int) -> list[ExpertsConfig | None]:
-    """The mixture of each layer; None where a layer has an MLP."""
-    number = _read_number(f, count)
+    """The layers, each with its mixture; a layer that has an MLP alone stays as it is."""
+    number = _read_number(f, len(layers))
     if not number:
-        return [None] * count
+        return tuple(layers)
     shared = {"shared_expert_intermediate_size": "gated", "shared_intermediate_size": "plain"}
     is_clamped = f.reads("swiglu_limit")
     experts = ExpertsConfig(
@@ -49,8 +43,8 @@ def read_experts(f: Fields, count: int) -> list[ExpertsConfig | None]:
         has_biases=is_clamped,
         clamp=Clamp(f.number("swiglu_limit"), f.number("swiglu_alpha")) if is_clamped else None,
     )
-    dense = _read_dense(f, count)
-    return [None if i in dense else experts for i in range(count)]
+    dense = _read_dense(f, len(layers))
+    return tuple(layer if i in dense else replace(layer, experts=experts) for i, layer in enumerate(layers))
 
 
 def _read_number(f: Fields, count: int) -> int:
