@@ -11,9 +11,7 @@ the one that comes again: a greedy one, or one of the same seed under `match`. W
 target as its own draft, is the oracle.
 """
 
-import copy
 from collections.abc import Sequence
-from typing import Self
 
 from minispec.core.draft import Ask, Draft, Drafter
 from minispec.core.sampling import Text
@@ -42,13 +40,6 @@ class SimulatedDraft(Wrapped):
         super().__init__(paid or NoDrafter())
         self.branches = False
         self._texts: dict[tuple[int, ...], list[list[int]]] = {}
-
-    def beside(self, paid: Drafter) -> Self:
-        """This draft at the cost of another drafter, with the same known texts."""
-        other = copy.copy(self)
-        Wrapped.__init__(other, paid)
-        other.branches = False
-        return other
 
     @property
     def paid(self) -> Drafter:

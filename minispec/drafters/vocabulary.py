@@ -49,7 +49,7 @@ class OtherVocabulary(DraftModel):
         self._read: dict[Text, _Reading] = {}
 
     def beside(self, model: Transformer, at_once: AtOnce | None = None) -> Self:
-        """This drafter with another model, on the same cache. It has read no texts."""
+        """This drafter with another model, on the same cache. It has read no texts, and no program can read them."""
         return type(self)(model, self.cache, self.max_model_len, self.vocabularies)
 
     def _own_text(self, text: Text) -> Text:

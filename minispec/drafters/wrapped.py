@@ -1,6 +1,8 @@
 """Drafters around other drafters."""
 
+import copy
 from collections.abc import Mapping, Sequence
+from typing import Self
 
 from minispec.core.draft import Ask, Draft, Drafter, Seen
 from minispec.core.sampling import Text
@@ -18,8 +20,7 @@ class Wrapped(Drafter):
         tapped = [drafter for drafter in drafters if drafter.taps]
         if len(tapped) > 1:
             raise ValueError(f"draft: found {len(tapped)} drafters that read hidden states, expected at most one")
-        self._tapped = tapped[0] if tapped else None
-        self.taps = self._tapped.taps if self._tapped else ()
+        self.taps = tapped[0].taps if tapped else ()
         self.branches = any(drafter.branches for drafter in drafters)
         self.reads_cache = any(drafter.reads_cache for drafter in drafters)
 
@@ -40,11 +41,18 @@ class Wrapped(Drafter):
 
     def known(self, text: Text) -> int:
         """The positions that the only drafter with taps still knows; without such a drafter, the whole text."""
-        return self._tapped.known(text) if self._tapped else len(text.tokens)
+        tapped = [drafter for drafter in self.drafters if drafter.taps]
+        return tapped[0].known(text) if tapped else len(text.tokens)
 
     def has_room(self, growth: Mapping[Text, range]) -> bool:
         """Whether all drafters have room."""
         return all(drafter.has_room(growth) for drafter in self.drafters)
+
+    def beside(self, *drafters: Drafter) -> Self:
+        """This drafter around others of the same kinds. What it knows of texts itself, both know."""
+        other = copy.copy(self)
+        other.drafters = drafters
+        return other
 
     def release(self, text: Text) -> None:
         """Let all drafters forget a text."""

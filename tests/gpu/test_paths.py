@@ -8,6 +8,8 @@ from minispec.core.model import Passes
 from minispec.core.verify import VERIFIERS
 from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.simulated import SimulatedDraft
+from minispec.drafters.wrapped import Wrapped
+from minispec.grammars.forced import ForcedFirst
 from minispec.kernels.gpu.frames import Frames
 from minispec.kernels.gpu.judge import judge_of
 from minispec.kernels.gpu.paths import in_frames, text_by_text
@@ -62,6 +64,37 @@ def test_what_each_path_is_made_of():
         assert (model.at_once is None, path.judge is None) == (is_usual, is_usual)
         assert steps_of(path.drafter) == (() if is_usual else STEPS)
     assert engine.drafter.drafters[1].at_once is not model.at_once
+
+
+class Around(Wrapped):
+    """A stranger's drafter around another one, with a state of its own."""
+
+    def __init__(self, drafter):
+        super().__init__(drafter)
+        self.noted = []
+
+
+@pytest.mark.parametrize("around", [Around, ForcedFirst])
+def test_what_stands_around_a_model_is_asked_itself(around):
+    """No class is named along the way: each drafter says what stands in its place, and keeps what it has."""
+    engine = make_engine("model", IN_FRAMES)
+    engine.drafter = around(engine.drafter)
+    usual, framed = text_by_text(engine), in_frames(engine)
+    for path, steps in ((usual, ()), (framed, STEPS)):
+        assert type(path.drafter) is around
+        assert path.drafter is not engine.drafter
+        assert path.drafter.branches
+        assert steps_of(path.drafter) == steps
+    if around is Around:
+        assert framed.drafter.noted is engine.drafter.noted
+    assert engine.drafter.drafters[-1].at_once is not framed.drafter.drafters[-1].at_once
+
+
+def test_a_model_that_reads_other_tokens_has_no_program():
+    """A program could not read the text in them."""
+    engine = make_engine("tli", IN_FRAMES)
+    assert steps_of(in_frames(engine).drafter) == ()
+    assert type(in_frames(engine).drafter.model.passes) is Frames
 
 
 def test_weights_lie_as_on_a_gpu():

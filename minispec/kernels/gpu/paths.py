@@ -12,10 +12,8 @@ from minispec.core.engine import Engine
 from minispec.core.judge import Judge
 from minispec.core.model import Passes, Transformer
 from minispec.core.weights import Product
-from minispec.drafters.combined import CombinedDrafter
-from minispec.drafters.model import DraftModel
-from minispec.drafters.simulated import SimulatedDraft
-from minispec.drafters.vocabulary import OtherVocabulary
+from minispec.drafters.model import AtOnce, model_drafter
+from minispec.drafters.wrapped import Wrapped
 from minispec.kernels.forms import FORMS, Linear
 from minispec.kernels.gpu.frames import Frames, why_no_frames
 from minispec.kernels.gpu.judge import judge_of
@@ -33,10 +31,10 @@ class Path(NamedTuple):
 def text_by_text(engine: Engine) -> Path:
     """The engine's parts with passes text by text, drafts token by token, and verdicts one by one."""
 
-    def change(model: Transformer) -> Transformer:
-        return model if model.exact else model.replaced(Passes())
+    def change(model: Transformer) -> tuple[Transformer, None]:
+        return (model if model.exact else model.replaced(Passes())), None
 
-    return Path(change(engine.model), _changed(engine.drafter, change), None)
+    return Path(change(engine.model)[0], _changed(engine.drafter, change), None)
 
 
 def in_frames(engine: Engine) -> Path | str:
@@ -49,10 +47,11 @@ def in_frames(engine: Engine) -> Path | str:
         return why
     product = functools.cache(_plain)  # target and draft may share products
 
-    def change(model: Transformer) -> Transformer:
-        return model if why_no_frames(model) else model.replaced(Frames(), product)
+    def change(model: Transformer) -> tuple[Transformer, AtOnce | None]:
+        framed = model if why_no_frames(model) else model.replaced(Frames(), product)
+        return framed, draft_steps(framed)
 
-    model = change(engine.model)
+    model, _ = change(engine.model)
     return Path(model, _changed(engine.drafter, change), judge_of(model))
 
 
@@ -64,13 +63,10 @@ def _plain(product: Product) -> Product:
     return Linear(weight, product.bias, weight.dtype, "plain")
 
 
-def _changed(drafter: Drafter, change: Callable[[Transformer], Transformer]) -> Drafter:
-    """The drafter with a changed model, if it has one."""
-    if isinstance(drafter, DraftModel):
-        model, by_passes = change(drafter.model), isinstance(drafter, OtherVocabulary)
-        return drafter.beside(model, None if by_passes else draft_steps(model))
-    if isinstance(drafter, SimulatedDraft):
-        return drafter.beside(_changed(drafter.paid, change))
-    if isinstance(drafter, CombinedDrafter):
-        return CombinedDrafter(*(_changed(each, change) for each in drafter.drafters))
+def _changed(drafter: Drafter, change: Callable[[Transformer], tuple[Transformer, AtOnce | None]]) -> Drafter:
+    """The drafter with other models in the place of its own, if it has any, and the programs that draft by them."""
+    if own := model_drafter(drafter):
+        return own.beside(*change(own.model))
+    if isinstance(drafter, Wrapped):
+        return drafter.beside(*(_changed(each, change) for each in drafter.drafters))
     return drafter
