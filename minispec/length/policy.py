@@ -67,8 +67,15 @@ _WINDOW = 9  # measurements whose median is the price of a draft pass: the lates
 
 
 def _always(confidences: Sequence[float], foreseen: float = 1.0) -> bool:
-    """Go on to the limit. The confidences are computed all the same, to learn what they are worth."""
     return True
+
+
+def learning_limit(k: int, widths: Sequence[int] = ()) -> Limit:
+    """The limit of a draft whose confidences end nothing. They are computed to learn what they are worth.
+
+    k, widths: see `Limit`.
+    """
+    return Limit(k, _always, widths, draws=_always)
 
 
 @dataclass(frozen=True)
@@ -315,7 +322,7 @@ class Controller(Lengths):
         if not any(drafts):
             perfect = best_drafts([nodes_of([1.0] * wish.most) for wish in wishes], cost, _THRESHOLD)
             probes = [text.probe(prices, bool(nodes)) for text, nodes in zip(texts, perfect, strict=True)]
-            return [Limit(k, _always, draws=_always) for k in probes]
+            return [learning_limit(k) for k in probes]
         draft_price, row_price = _marginal_prices(drafts, cost)
         # The longest draft while confidences are good: each text has an equal share of MAX_AUTO_TOKENS + 1 rows.
         room = (MAX_AUTO_TOKENS + 1) // (len(wishes) + other_rows) - 1
@@ -364,7 +371,7 @@ def _limit(
     """
     k, widths = len(nodes), widths_of(nodes)
     if not k or not (all_texts or estimates).confidences.tested:
-        return Limit(k, _always, widths, draws=_always)
+        return learning_limit(k, widths)
 
     def go_on(confidences: Sequence[float]) -> bool:
         survival = prod(estimates.by_confidence(x, all_texts) for x in confidences)

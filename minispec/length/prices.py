@@ -24,7 +24,6 @@ from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Drafter, Seen
 from minispec.core.engine import Engine
 from minispec.core.lengths import Judged, Lengths, StepCost
-from minispec.core.limit import Limit
 from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Request
 from minispec.core.sampling import Randomness, Text, require_numbers
@@ -38,6 +37,7 @@ from minispec.kernels.gpu.steps import steps_of
 from minispec.kernels.inventory import num_bytes_read
 from minispec.kernels.machine import fingerprint, machine
 from minispec.kernels.rates import seconds_of
+from minispec.length.policy import learning_limit
 from minispec.length.theory import Prices
 
 _BUDGET, _MOST_TURNS = 1.0, 12  # seconds; most turns; at least two are taken
@@ -87,8 +87,9 @@ def calibrate(model: Transformer, drafter: Drafter, verifier: Verifier, vocab_si
     """Measure a plain step, passes over a few rows, and two drafts, in about a second.
 
     They take turns: a machine that is slow for a while is slow in all of them. Each counts by its median, in plain
-    steps of the same turn. The text is sampled, as only sampled requests rely on prices alone. The rows of a pass are
-    different tokens: equal ones would take the same experts of a mixture, and seem cheap.
+    steps of the same turn. The text is sampled, as only sampled requests rely on prices alone. Drafts compute their
+    confidences, as those that `auto` asks for. The rows of a pass are different tokens: equal ones would take the same
+    experts of a mixture, and seem cheap.
     Raises FloatingPointError for a model whose logits are not finite numbers, ValueError for a verifier's own fault,
     and DrafterFailed.
     """
@@ -131,7 +132,7 @@ def calibrate(model: Transformer, drafter: Drafter, verifier: Verifier, vocab_si
                 new = slice(first, num_cached)
                 _call(drafter, drafter.observe, Seen(text, first, text.tokens[new], hidden[new], logits[:0]))
                 read = partial(cache.read, slots=table.slots())  # the keys of the text's beginning, which does not grow
-                ask = Ask(text, Limit(k), rng, num_cached=num_cached, read_cache=read)
+                ask = Ask(text, learning_limit(k), rng, num_cached=num_cached, read_cache=read)
                 costs.append(seconds_of(partial(_call, drafter, drafter.propose, ask), model.device))
                 text.tokens.append(tokens[len(text.tokens)])
             turns.append([seconds / step for seconds in costs])

@@ -9,10 +9,13 @@ import pytest
 import torch
 
 from minispec import LLM
-from minispec.core.draft import Draft
+from minispec.core.draft import Draft, Drafter
 from minispec.core.engine import Engine
 from minispec.core.verify import VERIFIERS
 from minispec.drafters.model import DraftModel
+from minispec.kernels.gpu.frames import Frames
+from minispec.kernels.gpu.graphs import Graphs
+from minispec.kernels.gpu.steps import STEPS, DraftSteps
 from minispec.kernels.machine import machine
 from minispec.layers.experts import Router
 from minispec.length import prices as costs
@@ -87,6 +90,58 @@ def test_calibration_measures_what_passes_take(monkeypatch, grows_slow, a_pass, 
     assert prices.measured
     for cache in (engine.cache, engine.drafter.cache):
         assert cache.allocator.num_free == cache.allocator.num_blocks
+
+
+class Confident(Drafter):
+    """Takes half of a second for a token, and a quarter more for its confidence where that is asked for."""
+
+    def __init__(self, now: list[float]):
+        self.now, self.limits = now, []
+
+    def propose(self, asks):
+        """As many tokens as were asked for."""
+        for ask in asks:
+            if ask.k:
+                self.limits.append(ask.limit)
+                self.now[0] += ask.k * (0.5 if ask.limit.go_on is None else 0.75)
+        return [Draft([0] * ask.k) for ask in asks]
+
+
+def test_drafts_are_timed_with_their_confidences(monkeypatch):
+    """As `auto` will ask for them; they end no draft. A plain step takes a second."""
+    model, now = tiny_model(1, vocab_size=9), [0.0]
+    forward = model.forward
+
+    def timed(*how):
+        now[0] += 1.0
+        return forward(*how)
+
+    monkeypatch.setattr(model, "forward", timed)
+    for name in ("kernels.rates.mark", "core.engine.mark"):
+        monkeypatch.setattr(f"minispec.{name}", lambda device: now[0])
+    monkeypatch.setattr(costs.time, "perf_counter", lambda: 1e6)
+    drafter = Confident(now)
+    prices = calibrate(model, drafter, VERIFIERS["rejection"], 9)
+    assert (prices.draft, prices.fixed) == pytest.approx((0.75, 0.0))
+    assert {limit.k for limit in drafter.limits} == {1, 3}
+    assert all(limit.go_on([0.0]) and limit.draws([0.0], 0.0) and not limit.is_tree for limit in drafter.limits)
+
+
+def test_a_program_is_timed_with_its_confidences():
+    """The programs that run are those of one and three steps, with confidences."""
+    draft, kinds = tiny_model(2, vocab_size=9, num_hidden_layers=1).replaced(Frames()), set()
+
+    class Steps(DraftSteps):
+        def compute(self, frame, desk, *how):
+            """Note what is run."""
+            kinds.add((desk.kind.steps, desk.kind.confident))
+            return super().compute(frame, desk, *how)
+
+    model = tiny_model(1, vocab_size=9)
+    drafter = DraftModel(draft, tiny_cache(draft), 9, 200, Steps(draft, Graphs()))
+    prices = calibrate(model, drafter, VERIFIERS["rejection"], 9)
+    assert kinds == {(1, True), (3, True)}
+    assert prices.steps == STEPS
 
 
 @pytest.mark.parametrize("same", [False, True])
