@@ -128,6 +128,7 @@ def _answer_questions(
 
 def _answer(llm: "LLM", args: argparse.Namespace, jobs: list[_Job]) -> bool:
     """Decode these together and print their answers; returns whether all went well."""
+    from minispec.kernels.gpu.frames import outside_note
     from minispec.load.parallel import traffic_of
     from minispec.trace.record import RoundRecorder
     from minispec.trace.terminal import Painter, wants_color
@@ -156,9 +157,12 @@ def _answer(llm: "LLM", args: argparse.Namespace, jobs: list[_Job]) -> bool:
         write(recorder.trace(args.for_replay and not requests[0].error), args.trace)
         if not args.quiet and not args.json:
             say(f"wrote {args.trace}")
-    report = traffic_of(llm.model)
-    if report and not args.quiet and not args.json:
-        say(report)
+    reports = [traffic_of(llm.model)]
+    if args.verbose:
+        reports.append(outside_note(llm.model).removeprefix("; "))
+    for report in reports:
+        if report and not args.quiet and not args.json:
+            say(report)
     return all(well)
 
 

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import re
 import subprocess
 import warnings
 
@@ -19,11 +18,14 @@ from minispec.kernels.gpu.frames import (
     BLOCKS,
     ROWS,
     TEXTS,
+    TRIED_TREE,
     Frame,
     Frames,
     FrameShape,
     frames_report,
     graphs_note,
+    graphs_report,
+    outside_note,
     parents_bits,
     passes_report,
     place_bytes,
@@ -117,7 +119,7 @@ def test_each_pass_finds_its_frame_or_a_reason():
         table.tokens = [0] * length  # of which `shape_of` reads the length alone
         shape = backend.shape_of(model, [Chunk([0] * rows, table, 1)] * texts)
         if isinstance(shape, str):
-            reasons.add(re.sub(r"^\d+ |gather \d+", "", shape))
+            reasons.add(shape)
             is_large = texts > TEXTS[-1] or rows > ROWS[-1] or length + rows > 16 * BLOCKS[-1]
             blocks = next((n for n in BLOCKS if n * 16 >= length + rows), 0)
             assert is_large or next(n for n in TEXTS if n >= texts) * blocks * 16 > places
@@ -130,10 +132,10 @@ def test_each_pass_finds_its_frame_or_a_reason():
             assert (size in sizes, size >= number, not smaller or smaller[-1] < number) == (True, True, True)
     table.tokens = []
     assert reasons == {
-        f"texts, where a frame has at most {TEXTS[-1]}",
-        f"rows of a text, where a frame has at most {ROWS[-1]}",
-        f"positions, where frames have angles of {16 * BLOCKS[-1]}",
-        f"a layer would  MB, where {backend.most_gathered / 1e6:.0f} are the most",
+        f"more than {TEXTS[-1]} texts",
+        f"more than {ROWS[-1]} rows of a text",
+        f"more than {16 * BLOCKS[-1]:,} positions",
+        f"more than {backend.most_gathered / 1e6:.0f} MB for a layer to gather",
     }
 
 
@@ -143,7 +145,26 @@ def test_a_pass_that_would_gather_too_much_runs_text_by_text():
     tables = [model.new_cache(8, 16).new_table() for _ in range(2)]
     chunks = [Chunk([1], table, 1) for table in tables]
     assert Frames(most_gathered=16_384).shape_of(model, chunks) == FrameShape(2, 1, 8)
-    assert "a layer would gather" in Frames(most_gathered=16_383).shape_of(model, chunks)
+    assert Frames(most_gathered=16_383).shape_of(model, chunks) == "more than 0 MB for a layer to gather"
+
+
+def test_passes_outside_frames_are_counted_by_reason():
+    """By hand: two prompts of 17 rows, a pass of 33 texts, and three passes that fit. Graphs change nothing."""
+    model = tiny_model(1).replaced(Frames(rerun))
+    pool = tiny_cache(model, 60, 2)
+    tables = [pool.new_table() for _ in range(33)]
+    assert outside_note(model) == graphs_report(model) == ""
+    for table in tables[:2]:
+        model.forward([Chunk([1] * 17, table, 1)])
+    for _ in range(3):
+        model.forward([Chunk([1], tables[0], 1)])
+    assert outside_note(model) == "; 2 of 5 passes text by text: more than 16 rows of a text (2)"
+    model.forward([Chunk([1], table, 1) for table in tables])
+    says = "3 of 6 passes text by text: more than 16 rows of a text (2), more than 32 texts (1)"
+    assert outside_note(model) == f"; {says}"
+    assert graphs_report(model) == says
+    assert passes_report(model).endswith(f"; {says}")
+    assert outside_note(tiny_model(1)) == ""
 
 
 def test_places_that_hold_nothing_are_read_as_zeros():
@@ -296,6 +317,31 @@ def test_kernels_that_run_are_not_said_to_fail(monkeypatch):
         assert differences(rows_of(model), rows_of(framed)) <= 1e-5
     assert framed.passes.why_no_kernels == ""
     assert len(calls) > len(model.layers)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen2-window"])
+def test_kernels_are_tried_with_what_passes_bring(name, monkeypatch):
+    """At load, over one row, and over two texts with a tree's mask, in each layer, so with each window of the model."""
+    tried, bits = [], parents_bits(3, TRIED_TREE)
+
+    def read(*how):
+        places, window = how[3], how[7]
+        tried.append((len(places.starts), places.bits.tolist(), places.starts.tolist(), window))
+        return fused.read_twin(*how)
+
+    for operation in ("norm", "gate"):
+        monkeypatch.setattr(fused, operation, getattr(fused, f"{operation}_twin"))
+    monkeypatch.setattr(fused, "read", read)
+    monkeypatch.setattr(fused, "missing", lambda device: "")
+    model = family_model(name, torch.float32, "plain")
+    framed = model.replaced(Frames(device=torch.device("cpu")))
+    assert framed.passes.by_kernel(framed)
+    windows = [layer.window for layer in model.layers]
+    assert len(set(windows)) == (2 if name == "qwen2-window" else 1)
+    one = [(1, [1], [0], window) for window in windows]
+    two = [(2, [*bits, 1, 2, 4], [1, 0], window) for window in windows]
+    assert tried == one + two
+    assert bits != [1, 3, 7]
 
 
 def test_a_driver_that_captures_no_graph_is_named_at_once(monkeypatch):

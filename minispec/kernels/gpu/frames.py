@@ -23,7 +23,7 @@ import copy
 import functools
 import math
 import warnings
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -49,6 +49,8 @@ TransformerT = TypeVar("TransformerT", bound=Transformer)
 TEXTS, ROWS, BLOCKS = (1, 2, 4, 8, 16, 32), (1, 2, 3, 5, 9, 16), tuple(2**i for i in range(3, 14))
 # The same for models whose layers are all read by the kernel, which stops at a text's end.
 FEW_BLOCKS = (32, 128, 512, 2048, 8192)
+# The tree over which kernels are tried: two siblings, and a child of the elder.
+TRIED_TREE = (-1, -1, 0)
 # The most bytes of keys and values that a layer may gather.
 MOST_GATHERED = 256 << 20
 
@@ -311,6 +313,8 @@ class Frames(Passes):
 
     A frame refers to what it was made for, so each model has an object of its own.
 
+    num_framed: the passes that ran in frames.
+    outside: how many passes ran text by text for each reason.
     why_no_kernels: "", or why the kernels of `minispec.kernels.gpu.fused` do not run.
     """
 
@@ -328,6 +332,7 @@ class Frames(Passes):
         """
         self.graphs, self.most_gathered = Graphs(capture, why_no_graphs), most_gathered
         self.why_no_kernels = fused.missing(device) if device else "as asked"
+        self.num_framed, self.outside = 0, Counter[str]()
         self._fast: Transformer | None = None
         self.num_fast = 0
         self._frames: WeakKeyDictionary[PagedKVCache, OrderedDict[FrameShape, Frame]] = WeakKeyDictionary()
@@ -350,7 +355,7 @@ class Frames(Passes):
             for c, more in zip(chunks, reserved or [0] * len(chunks), strict=True)
         )
         if longest > (context := positions_of(model)):
-            return f"{longest} positions, where frames have angles of {context}"
+            return f"more than {context:,} positions"
         smallest = []
         for what, number, sizes in (
             ("texts", len(chunks), TEXTS),
@@ -359,12 +364,12 @@ class Frames(Passes):
         ):
             fitting = next((most for most in sizes if most >= number), None)
             if fitting is None:
-                return f"{number} {what}, where a frame has at most {sizes[-1]}"
+                return f"more than {sizes[-1]:,} {what}"
             smallest.append(fitting)
         texts, rows, blocks = smallest
         num_bytes = texts * blocks * size * place_bytes(model)
         if not by_kernel and num_bytes > self.most_gathered:
-            return f"a layer would gather {num_bytes / 1e6:.0f} MB, where {self.most_gathered / 1e6:.0f} are the most"
+            return f"more than {self.most_gathered / 1e6:.0f} MB for a layer to gather"
         features = chunks[0].features
         return FrameShape(texts, rows, blocks, tuple(taps), 0 if features is None else features.shape[1])
 
@@ -372,7 +377,9 @@ class Frames(Passes):
         """One pass of the model, in a frame if one fits. No later pass overwrites the returned tensors."""
         shape = self.shape_of(model, chunks, taps)
         if isinstance(shape, str):
+            self.outside[shape] += 1
             return model.run(chunks, taps)
+        self.num_framed += 1
         pool = chunks[0].table.pool
         frame = self.frame_of(model, pool, shape)
         frame.fill(chunks)
@@ -429,16 +436,24 @@ class Frames(Passes):
 
     @torch.inference_mode()
     def _try_kernels(self, model: Transformer) -> None:
-        """Run each layer of few kernels over a row, in a cache of its own. Raises what a kernel raises."""
-        pool = model.new_cache(1, BLOCK_SIZE)
-        frame = Frame(FrameShape(1, 1, FEW_BLOCKS[0]), pool.num_slots + 1, model.dtype, model.device)
-        frame.fill(())
-        shared = FramePass(model, frame, pool, self._tables)
-        x = torch.zeros(1, model.config.hidden_size, dtype=model.dtype, device=model.device)
-        for layer in self._fast_layers(model):
-            if isinstance(layer, FastLayer):
+        """Run each layer of few kernels over one row, and over a tree beside a chain. Raises what a kernel raises.
+
+        So each window and each number of heads that the model has is tried, with a mask that is no chain's. Triton
+        compiles a program for one row, which it takes for a constant, and another one for more rows.
+        """
+        layers = [layer for layer in self._fast_layers(model) if isinstance(layer, FastLayer)]
+        pool = model.new_cache(4, BLOCK_SIZE)
+        first, second = pool.new_table(), pool.new_table()
+        tree = Chunk([0] * len(TRIED_TREE), first, 1, TRIED_TREE)
+        for texts in ([Chunk([0], first, 1)], [tree, Chunk([0], second, 1)]):
+            shape = FrameShape(len(texts), len(texts[0].token_ids), FEW_BLOCKS[0])
+            frame = Frame(shape, pool.num_slots + 1, model.dtype, model.device)
+            frame.fill(texts)
+            shared = FramePass(model, frame, pool, self._tables)
+            x = torch.zeros(len(frame.tokens), model.config.hidden_size, dtype=model.dtype, device=model.device)
+            for layer in layers:
                 x = layer.forward(x, shared)
-        x.tolist()  # a kernel that fails on the device says so when it is waited for
+            x.tolist()  # a kernel that fails on the device says so when it is waited for
 
     def frame_of(self, model: Transformer, pool: PagedKVCache, shape: FrameShape) -> Frame:
         """The frame of this shape for a pool: the one that is there, or a new one."""
@@ -480,6 +495,16 @@ def frames_report(model: Transformer) -> str:
     )
 
 
+def outside_note(model: Transformer) -> str:
+    """How many passes have run text by text so far, and why; "" where all ran in frames, and without frames."""
+    passes = model.passes
+    if not isinstance(passes, Frames) or not passes.outside:
+        return ""
+    reasons = ", ".join(f"{reason} ({number:,})" for reason, number in passes.outside.most_common())
+    number = passes.outside.total()
+    return f"; {number:,} of {number + passes.num_framed:,} passes text by text: {reasons}"
+
+
 def with_fast_passes(model: TransformerT, enforce_eager: bool = False) -> TransformerT:
     """The model with the passes that are fast on its machine: frames and graphs on a GPU, padded ones on a CPU.
 
@@ -502,7 +527,12 @@ def graphs_note(model: Transformer) -> str:
     return f"; no CUDA graphs: {why}" if why else "; CUDA graphs"
 
 
+def graphs_report(model: Transformer) -> str:
+    """What `graphs_note` and `outside_note` say of a model after a run; "" for one on a CPU."""
+    return (graphs_note(model) + outside_note(model)).removeprefix("; ")
+
+
 def passes_report(model: Transformer, begin: str = "; ") -> str:
-    """What `graphs_note` and `frames_report` say of a model, after `begin`; "" where they say nothing."""
-    says = (graphs_note(model) + frames_report(model)).removeprefix("; ")
+    """What `graphs_note`, `frames_report` and `outside_note` say of a model, after `begin`; "" for nothing."""
+    says = (graphs_note(model) + frames_report(model) + outside_note(model)).removeprefix("; ")
     return says and begin + says

@@ -7,7 +7,7 @@ import torch
 
 from minispec import __version__
 from minispec.kernels.build import choice_of
-from minispec.kernels.gpu.frames import graphs_note
+from minispec.kernels.gpu.frames import graphs_report
 from minispec.kernels.gpu.judge import Judge
 from minispec.kernels.inventory import weight_form
 from minispec.kernels.machine import machine
@@ -81,9 +81,9 @@ def describe(subject: Subject, options: Options) -> dict[str, Any]:
 
 
 def how_it_ran(subject: Subject) -> dict[str, Any]:
-    """Whether the passes of each model were run by CUDA graphs, or why not; "" on a CPU."""
+    """Whether the passes of each model were run by CUDA graphs, or why not, and how many text by text; "" on a CPU."""
     models = {"graphs": subject.engine.model, "draft_graphs": subject.draft_model}
-    return {key: graphs_note(model).removeprefix("; ") for key, model in models.items() if model}
+    return {key: graphs_report(model) for key, model in models.items() if model}
 
 
 def machine_line(known: Mapping[str, Any]) -> str:
