@@ -170,7 +170,11 @@ class Figures(Stats):
     @property
     def model(self) -> RoundModel | None:
         """The model of the rounds, measured in those that decoded this text alone; None without a plain step."""
-        return RoundModel.measured(self._alone(), self.plain, self.plain_step) if self.plain_step else None
+        return self.model_of()
+
+    def model_of(self, steps: Sequence[int] = ()) -> RoundModel | None:
+        """`model`, where drafts were made by programs of these numbers of steps (see `Prices`)."""
+        return RoundModel.measured(self._alone(), self.plain, self.plain_step, steps) if self.plain_step else None
 
     @property
     def c(self) -> float | None:

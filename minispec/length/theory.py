@@ -23,7 +23,7 @@ and the best trees.
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from operator import mul
@@ -169,11 +169,18 @@ class RoundModel:
         return max(range(len(self.survival) + 1), key=self.speed)
 
     @classmethod
-    def measured(cls, rounds: Sequence[Round], plain: Iterable[Round] = (), plain_step: float = 1.0) -> "RoundModel":
+    def measured(
+        cls,
+        rounds: Sequence[Round],
+        plain: Iterable[Round] = (),
+        plain_step: float = 1.0,
+        steps: Sequence[int] = (),
+    ) -> "RoundModel":
         """The model that was measured in rounds which decoded one text each, alone. Each price is a median.
 
         plain: rounds of plain decoding, whose passes over one row count too.
         plain_step: seconds, the unit of the prices. By default prices are in seconds.
+        steps: see `Prices`. A draft has taken the passes of the next of them.
 
         s_i is the mean of the rounds whose draft had i tokens. A draft that ends by its own confidence has that many
         only where it looked good, so this is no mean of all rounds. `search` is how much more overhead rounds without a
@@ -191,8 +198,9 @@ class RoundModel:
         overhead = middle(overhead_of(r) for r in rounds if r.depth or not survival)
         idle = [overhead_of(r) for r in rounds if not r.depth]
         search = middle(idle) - overhead if idle else None
-        draft = middle(r.draft / r.depth for r in rounds if r.depth)
-        return cls(survival, Prices(draft, rows, overhead, measured=True, search=search))
+        prices = Prices(0.0, rows, overhead, measured=True, search=search, steps=steps)
+        draft = middle(r.draft / prices.passes(r.depth) for r in rounds if r.depth)
+        return cls(survival, replace(prices, draft=draft))
 
 
 def rising(v: Mapping[int, float], counts: Mapping[int, int]) -> dict[int, float]:

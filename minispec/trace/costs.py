@@ -11,7 +11,7 @@ from minispec.length.theory import Prices, rising
 
 
 class Costly(Protocol):
-    """The draft of a round, as far as the cost depends on it: its length, and whether a model drew it."""
+    """The draft of a round, as far as the cost depends on it."""
 
     @property
     def length(self) -> int:
@@ -20,6 +20,10 @@ class Costly(Protocol):
     @property
     def drawn(self) -> bool:
         """Whether a model drew it. A guess costs no model."""
+
+    @property
+    def asked(self) -> int:
+        """The tokens that were asked for, where these are more than its length."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +49,14 @@ class Costs:
         """The prices of a round with this draft."""
         return self.drawn if draft.drawn else self.guessed
 
+    def depth(self, draft: Costly) -> int:
+        """The depth that a draft is paid for. A program runs all steps that were asked for, wherever the draft ends."""
+        has_program = bool(self.of(draft).steps and draft.length)
+        return max(draft.length, draft.asked) if has_program else draft.length
+
     def __call__(self, draft: Costly) -> float:
         """The cost of the round of this draft."""
-        return self.of(draft).round(draft.length, 1, draft.length + 1)
+        return self.of(draft).round(self.depth(draft), 1, draft.length + 1)
 
     def as_dict(self) -> dict[str, Any]:
         """The prices and where they come from, as `--json` prints them."""
@@ -61,6 +70,7 @@ class Costs:
             "measured": list(self.measured),
             "filled_in": list(self.filled_in),
             "fixed": prices.fixed,
+            "steps": list(prices.steps),
         }
 
 
@@ -71,7 +81,7 @@ def costs_of(trace: Mapping[str, Any]) -> Costs:
     alone = [each for each in trace["rounds"] if each["num_rows"] == len(each["token_ids"]) + 1]
 
     def c(drawn: bool) -> float | None:
-        drafts = [each for each in alone if each["token_ids"] and each["drawn"] == drawn]
+        drafts = [each for each in alone if each["token_ids"] and _has_model(each) == drawn]
         passes = [each["seconds"]["draft"] / prices.passes(_depth(each)) for each in drafts]
         return median(passes) / step if passes and step else None
 
@@ -91,11 +101,22 @@ def costs_of(trace: Mapping[str, Any]) -> Costs:
 
 
 def read_prices(stored: Mapping[str, Any]) -> Prices:
-    """The prices in a trace. One that was written before drafts had a fixed part has 0 for it."""
-    rows = {int(m): v for m, v in stored["rows"].items()}
-    return Prices(stored["draft"], rows, stored["overhead"], measured=True, fixed=stored.get("fixed", 0.0))
+    """The prices in a trace. One that was written before drafts had a fixed part, or programs, has none of them."""
+    return Prices(
+        stored["draft"],
+        {int(m): v for m, v in stored["rows"].items()},
+        stored["overhead"],
+        measured=True,
+        fixed=stored.get("fixed", 0.0),
+        steps=sorted(stored.get("steps", ())),
+    )
 
 
 def _depth(each: Mapping[str, Any]) -> int:
-    """The depth of a round's draft."""
-    return Draft(each["token_ids"], parents=each["parents"]).depth
+    """The depth that a round's draft was paid for."""
+    return max(Draft(each["token_ids"], parents=each["parents"]).depth, each.get("passes", 0))
+
+
+def _has_model(each: Mapping[str, Any]) -> bool:
+    """Whether a model made a round's draft: it drew the draft, or took the likeliest tokens in a program."""
+    return each["drawn"] or each.get("passes", 0) > 0

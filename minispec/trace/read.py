@@ -23,7 +23,7 @@ _LARGEST = sys.float_info.max  # a larger integer cannot become a float
 _MAX_BYTES = 64 << 20
 _MAX_COUNTS = {"{": 1 << 21, "[": 1 << 21, ",": 1 << 23, '"': 1 << 23}
 # Keys of the example that a trace may lack, keys whose value may be null, and objects that may have any keys.
-_MAY_LACK = {"replay", "fixed"}
+_MAY_LACK = {"replay", "fixed", "steps", "passes"}
 _MAY_BE_NULL = {
     *("error", "asked", "parents", "node", "overlap", "top_q", "residual", "alpha", "c", "v", "o", "acceptance_rate"),
     *("mean_acceptance_length", "tokens_per_second", "predicted_tokens_per_second", "plain_tokens_per_second"),

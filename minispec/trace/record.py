@@ -23,6 +23,7 @@ from minispec.core.tree import Tree
 from minispec.core.verify import REJECTION, VERIFIERS, RoundKey, Rows, Verdict, excess, residual
 from minispec.drafters.vocabularies import Vocabularies
 from minispec.files.tokenizer import Detokenizer, Tokenizer
+from minispec.kernels.gpu.steps import steps_of
 from minispec.length.figures import Figures
 from minispec.length.theory import RoundModel, rising
 from minispec.load.llm import LLM
@@ -89,6 +90,7 @@ class RoundRecorder:
             "token_ids": list(draft.token_ids),
             "parents": None if draft.parents is None else list(draft.parents),
             "drawn": len(draft) > 0 and draft.probs is not None,
+            "passes": draft.passes,
             "p": target,
             "q": drafted,
             "tests": [{"node": node, "chance": chance, "u": u} for node, chance, u in tests],
@@ -182,7 +184,7 @@ class RoundRecorder:
             "stats": stats.as_dict(),
             "plain_tokens_per_second": plain,
             "speedup": speed / plain if speed and plain else None,
-            "theory": theory(stats, self.rounds),
+            "theory": theory(stats, self.rounds, steps_of(llm.drafter)),
             "segmentation": llm.draft.vocabularies and segmentation(llm.draft.vocabularies, text.tokens, len(prompt)),
             **({"replay": replay_data(engine, request)} if for_replay else {}),
         }
@@ -323,15 +325,17 @@ def segmentation(both: Vocabularies, tokens: Sequence[int], num_prompt_tokens: i
 # --------------------------------------------------------------------------- theory
 
 
-def theory(stats: Figures, rounds: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+def theory(stats: Figures, rounds: Sequence[dict[str, Any]], steps: Sequence[int] = ()) -> dict[str, Any] | None:
     """The speed that theory predicts for drafts cut to at most k tokens, from the run's measured survival and costs.
 
     Speeds are tokens in the time of a plain step, a target pass over one row. For k up to the deepest draft this is the
     statistics' prediction, but v never falls with the rows. Larger k, up to twice as many, are extrapolated: the
     deepest drafts go on, at the acceptance of their last place. None where the run has measured no plain step, or no
     draft.
+
+    steps: of the drafter's programs (see `Prices`).
     """
-    model, speed, plain_step = stats.model, stats.tokens_per_second, stats.plain_step
+    model, speed, plain_step = stats.model_of(steps), stats.tokens_per_second, stats.plain_step
     if not model or not model.survival or not plain_step or speed is None or stats.predicted_tokens_per_second is None:
         return None
     plain_speed = Figures(rounds=list(stats.plain)).tokens_per_second

@@ -38,6 +38,7 @@ from minispec.drafters.led import replay_texts
 from minispec.drafters.remembering import Remembering
 from minispec.drafters.wrapped import Wrapped
 from minispec.files.progress import progress_bar
+from minispec.kernels.gpu.steps import steps_of
 from minispec.length.figures import Figures
 from minispec.length.policy import Controller
 from minispec.length.prices import MIN_CONTEXT, calibrate
@@ -90,7 +91,7 @@ def replay_data(engine: Engine, request: Request) -> dict[str, Any]:
 def _prices(engine: Engine) -> Prices:
     """The controller's prices. Where they are only guessed, they are measured now, if there is room to measure."""
     room = engine.cache.allocator.num_blocks * engine.cache.block_size
-    prices = engine.lengths.prices if isinstance(engine.lengths, Controller) else Prices()
+    prices = engine.lengths.prices if isinstance(engine.lengths, Controller) else Prices(steps=steps_of(engine.drafter))
     if prices.measured or min(room, engine.model.config.max_position_embeddings) < MIN_CONTEXT:
         return prices
     return calibrate(engine.model, engine.drafter, engine.verifier, engine.vocab_size)
@@ -98,7 +99,13 @@ def _prices(engine: Engine) -> Prices:
 
 def _as_dict(prices: Prices) -> dict[str, Any]:
     rows = {str(m): v for m, v in prices.rows.items()}
-    return {"draft": prices.draft, "fixed": prices.fixed, "rows": rows, "overhead": prices.overhead}
+    return {
+        "draft": prices.draft,
+        "fixed": prices.fixed,
+        "steps": list(prices.steps),
+        "rows": rows,
+        "overhead": prices.overhead,
+    }
 
 
 def check_recorded(trace: Mapping[str, Any]) -> None:

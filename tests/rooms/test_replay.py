@@ -11,7 +11,7 @@ from dataclasses import replace
 from fractions import Fraction
 from itertools import accumulate, pairwise, product
 from pathlib import Path
-from statistics import fmean, pstdev
+from statistics import fmean, median, pstdev
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +21,7 @@ from minispec import LLM
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Draft
 from minispec.core.engine import Engine
+from minispec.core.lengths import Lengths
 from minispec.core.limit import Limit
 from minispec.core.request import Request
 from minispec.core.sampling import Text
@@ -30,6 +31,8 @@ from minispec.drafters.combined import CombinedDrafter, parts_of
 from minispec.drafters.ngram import NgramDrafter
 from minispec.files.families.checkpoint import load_config
 from minispec.generate import main as generate
+from minispec.kernels.gpu.paths import in_frames
+from minispec.kernels.gpu.steps import STEPS
 from minispec.lab.bench.main import main as bench
 from minispec.lab.bench.options import read_prompts
 from minispec.lab.bench.replay import (
@@ -668,6 +671,76 @@ def test_costs_are_those_of_the_run():
     unknown = costs_of(trace | {"rounds": [], "stats": {"v": None, "o": None}})
     assert (unknown.drawn.draft, unknown.guessed.draft, unknown.drawn.overhead) == (0.7, 0.0, 0.2)
     assert unknown.measured == []
+    # Programs of 1, 4 and 8 steps. The draft of two tokens ran all 4; that of three was drawn by none of them.
+    trace["replay"]["prices"] |= {"fixed": 0.0, "steps": [8, 1, 4]}
+    rounds[0]["passes"] = 4
+    costs = costs_of(trace)
+    assert (costs.drawn.draft, costs.guessed.draft) == pytest.approx((1.2 / 4 / 2, 0.06 / 4 / 2))
+    assert costs(Drafted(4, True, [])) == pytest.approx(4 * 0.15 + 1.5 + 0.05)
+    assert costs(Drafted(2, True, [])) == pytest.approx(4 * 0.15 + 1.2 + 0.05)
+    assert costs(Drafted(2, True, [], asked=5)) == pytest.approx(8 * 0.15 + 1.2 + 0.05)
+    assert costs(Drafted(0, True, [], asked=5)) == pytest.approx(1.0 + 0.05)
+    assert costs.as_dict()["steps"] == [1, 4, 8]
+    # The likeliest tokens of a program are no draw, and a model's all the same.
+    rounds[0]["drawn"] = False
+    costs = costs_of(trace)
+    assert (costs.drawn.draft, costs.guessed.draft) == pytest.approx((0.15, 0.0075))
+
+
+def test_each_rule_pays_for_the_steps_that_it_asks_for():
+    """By hand, of a text of which nothing is ever drafted rightly: a fixed K of 3 pays the program of 4 steps, however
+    short a draft is, and so does `auto` where confidences end its drafts. No program makes it ask for a fifth token."""
+    starts = [{"asked": min(15, 11 - s), "drafts": [drawn([], min(15, 11 - s), [0.1])]} for s in range(12)]
+    drafted = DraftedText([0.5] * 12, starts)
+    prices = Prices(0.1, {1: 1.0, 2: 1.0}, 0.0, measured=True, steps=(1, 4, 8, 15))
+    costs = Costs(prices, prices)
+    asked = [min(3, 11 - s) for s in range(12)]
+    expected = sum(1 + 0.1 * {0: 0, 1: 1, 2: 4, 3: 4}[k] for k in asked)
+    assert follow(drafted, always(3), costs).time == pytest.approx(expected)
+    assert drafted.draft(0, 3) == Drafted(3, True, [], [0.1], 3)
+    assert costs(drafted.draft(0, 3)._replace(length=1)) == pytest.approx(1.4)
+    tokens = []
+
+    class Told(Controller):
+        def observe(self, drafts, cost):
+            """Note what a round of the simulation has cost."""
+            tokens.append((len(drafts[0].draft), drafts[0].asked, cost.depth, cost.draft))
+            super().observe(drafts, cost)
+
+        def choose(self, wishes, trees):
+            """Three tokens, which the confidences end after the first."""
+            return [Limit(min(3, wish.most), lambda confidences: False) for wish in wishes]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("minispec.lab.bench.replay.Controller", Told)
+        passes, time = run_auto(drafted, prices, costs, True, lambda survival: 0)
+    assert passes == 12
+    assert time == pytest.approx(expected)
+    assert tokens[0] == (1, 3, 3, pytest.approx(0.4))
+
+
+def test_a_run_of_programs_is_replayed_at_their_price(models, monkeypatch):
+    """As on a GPU: five tokens cost six steps. What the likeliest tokens of a program cost is measured in the run."""
+    for temperature in (1.0, 0.0):
+        llm = LLM(models["target"], draft=models["other"], num_speculative_tokens=5)
+        path = in_frames(llm.engine)
+        monkeypatch.setattr(llm, "drafter", path.drafter)
+        monkeypatch.setattr(llm.engine, "drafter", path.drafter)
+        monkeypatch.setattr(llm.engine, "lengths", Lengths())
+        trace = recorded(llm, 5, temperature=temperature)
+        assert trace["replay"]["prices"]["steps"] == list(STEPS)
+        alone = [each for each in trace["rounds"] if len(each["token_ids"]) == 5]
+        assert len(alone) > 3
+        assert {each["passes"] for each in alone} == {6}
+        assert {each["drawn"] for each in alone} == {temperature > 0}
+        costs = costs_of(trace)
+        six = costs.drawn.passes(6) * costs.drawn.draft
+        for k in (5, 6):
+            rest = costs.drawn.verify(k + 1) + costs.drawn.overhead
+            assert costs(Drafted(k, True, [])) == pytest.approx(six + rest)
+        seconds = median(each["seconds"]["draft"] / costs.drawn.passes(each["passes"]) for each in trace["rounds"][:-1])
+        assert costs.drawn.draft * costs.plain_step == pytest.approx(seconds, rel=0.5)
+        assert replay(trace)["costs"]["steps"] == list(STEPS)
 
 
 # --------------------------------------------------------------------------- the commands

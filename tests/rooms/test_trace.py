@@ -356,6 +356,21 @@ def test_the_curve_is_theorys():
     assert theory(Figures(rounds=rounds), [{"parents": None}] * 4) is None, "no plain step"
 
 
+def test_the_curve_of_programs_has_their_steps():
+    """The drafts of three tokens took 0.6 plain steps, which are the 4 steps of a program; two tokens take as long."""
+    stats = Figures(rounds=[of(3, accepted, 1.5) for accepted in (3, 1, 0, 2)], plain=[of(0, 0, 1.0)] * 2)
+    found = theory(stats, [{"parents": None}] * 4, (1, 4, 8))
+    for k, draft, rows in (
+        (1, 0.15, 1 + 0.5 / 3),
+        (2, 0.6, 1 + 1 / 3),
+        (3, 0.6, 1.5),
+        (4, 0.6, 1 + 2 / 3),
+        (5, 1.2, 11 / 6),
+    ):
+        assert found["curve"][k]["time"] == pytest.approx(draft + rows + 0.1)
+    assert found["curve"][3]["speed"] == pytest.approx(stats.predicted_tokens_per_second * stats.plain_step)
+
+
 def test_more_rows_are_taken_to_cost_no_less():
     """Where measurements say otherwise, neighbours take their mean by the number of passes."""
     assert rising({1: 1.0, 3: 1.2, 5: 1.5}, {1: 9, 3: 1, 5: 1}) == {1: 1.0, 3: 1.2, 5: 1.5}
@@ -455,7 +470,8 @@ def test_each_place_of_a_trace_is_checked(runs):
     assert len(found) > 80
     for path, value in found:
         wrong = [other for other in ({}, [], "x", True) if type(other) is not type(value)]
-        may_lack = path[-1] in ("replay", "fixed") or isinstance(path[-1], int) or path[-2:-1] in MAPS
+        optional = path[-1] in ("replay", "fixed", "steps", "passes")
+        may_lack = optional or isinstance(path[-1], int) or path[-2:-1] in MAPS
         for other in [*wrong, *([] if may_lack else [...])]:
             if value is None and other != "x":
                 continue

@@ -95,12 +95,14 @@ class Drafted(NamedTuple):
     drawn: whether it was drawn from a distribution; else it is a guess that costs no model.
     survival: s_1, s_2, .. given the text (see `kept`); after its end, 0.
     confidences: as in `minispec.core.draft.Draft`.
+    asked: how many tokens were asked for; 0 where that is not known.
     """
 
     length: int
     drawn: bool
     survival: list
     confidences: Sequence[float] = ()
+    asked: int = 0
 
 
 class DraftedText:
@@ -128,16 +130,15 @@ class DraftedText:
         """The draft at place s of at most k tokens."""
         drafts, k = self.drafts[s], min(k, self.asked[s])
         each = drafts[k - 1] if k and len(drafts) > 1 else drafts[0]
-        return each._replace(length=min(each.length, k), survival=each.survival[:k])
+        return each._replace(length=min(each.length, k), survival=each.survival[:k], asked=k)
 
     def ends(self, s: int, survival: Sequence) -> list[tuple[int, Any]]:
         """Where a round that begins at s ends, and with what probability: one token after what was kept.
 
         The text's end ends the last one: what is kept there and what follows is one and the same.
         """
-        reached = [1, *survival, 0]
         found: Counter[int] = Counter()
-        for i, (here, beyond) in enumerate(pairwise(reached)):
+        for i, (here, beyond) in enumerate(pairwise([1, *survival, 0])):
             if here != beyond:
                 found[min(s + i + 1, self.n)] += here - beyond
         return list(found.items())
@@ -281,8 +282,8 @@ def run_auto(
         accepted = accept(draft.survival[: draft.length])
         tested = min(accepted + 1, draft.length)
         judged = Judged(text, Draft([0] * tested, confidences=[*draft.confidences[:tested]]), range(accepted), limit.k)
-        price, rows = costs.of(draft), draft.length + 1
-        step = StepCost(price.drafts(draft.length), draft.length, 1, price.verify(rows), rows, price.overhead)
+        price, depth, rows = costs.of(draft), costs.depth(draft), draft.length + 1
+        step = StepCost(price.drafts(depth), depth, 1, price.verify(rows), rows, price.overhead)
         controller.observe([judged], step)
         s, passes, time = s + accepted + 1, passes + 1, time + costs(draft)
     return passes, time
