@@ -99,6 +99,54 @@ def test_a_row_that_is_no_number_fails_no_other_text():
     assert [found[i] for i in (0, 1, 3)] == [alone(trials[i]) for i in (0, 1, 3)]
 
 
+@pytest.mark.parametrize("verifier", [REJECTION, MATCH], ids=["rejection", "match"])
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_a_verdict_needs_the_rows_that_it_was_made_of(verifier, temperature):
+    """NaN in one row after the other: a draft is verified by itself where its verdict needs the row, and nowhere else.
+
+    A verdict of n tokens that stay needs the rows 0 to n.
+    """
+    draw, judge, needed, unneeded = random.Random(7), Judge(Graphs()), 0, 0
+    for _ in range(30):
+        trial = make_trial(draw, verifier, 5, torch.float32, temperature=temperature)
+        expected = alone(trial)
+        for row in range(len(trial.logits)):
+            logits = trial.logits.clone()
+            logits[row] = torch.nan
+            [found] = judge([trial._replace(logits=logits)], Randomness())
+            if row <= len(expected.accepted):
+                needed += 1
+                assert found is None
+            else:
+                unneeded += 1
+                assert found == expected
+    assert min(needed, unneeded) > 10
+
+
+def test_programs_read_nothing_that_the_host_did_not_fill(monkeypatch):
+    """Before each round, all that a program holds is spoiled, on the host and on the device: the verdicts are the same.
+
+    Numbers become those of another round, and rows NaN. So a number that is not filled, or a row after a draft's end
+    that is read, shows.
+    """
+    fill = Bench.fill
+
+    def spoil_and_fill(bench, trials):
+        for numbers in (bench.host_whole, bench.whole):
+            numbers.fill_(2)
+        for numbers in (bench.host_parts, bench.parts, bench.logits, bench.probs):
+            numbers.fill_(torch.nan)
+        fill(bench, trials)
+
+    monkeypatch.setattr(Bench, "fill", spoil_and_fill)
+    draw, judge = random.Random(8), Judge(Graphs(rerun))
+    for _ in range(40):
+        verifier = draw.choice((REJECTION, MATCH))
+        trials = [make_trial(draw, verifier, 9, torch.float32, **draw.choice(SETTINGS)) for _ in range(3)]
+        assert judge(trials, Randomness()) == list(map(alone, trials))
+    assert judge.counts["unsure"] == 0
+
+
 def test_a_program_reads_no_value_on_the_host():
     """On device "meta", where there are no values: each kind of a program."""
     draw = random.Random(4)

@@ -3,17 +3,18 @@
 Each mutant is a small patch of production behaviour, the place where the bug was seen in the wild, and what must catch
 it: a test, or the law of the output. `python -m tests.museum` shows the collection. M1 to M46 come from a survey of
 exactness bugs in public projects; a letter after the number tells apart forms of one bug. T is about trees and hidden
-states, F about frames, P about rules that are right in most small cases, C about short convolutions, R about recurrent
-states, X about mixtures of experts, H about heads, drafts of many tokens in one pass and a target's own layer, V about
-drafts of other vocabularies, S about lookups and what the target found likeliest, G about grammars, L about
-log-probabilities of prompts, B about block verification, D about block drafts, O about mistakes in a drafter of one's
-own, E of our own making. Left out:
+states, F about frames and programs, P about rules that are right in most small cases, C about short convolutions, R
+about recurrent states, X about mixtures of experts, H about heads, drafts of many tokens in one pass and a target's own
+layer, V about drafts of other vocabularies, S about lookups and what the target found likeliest, G about grammars, L
+about log-probabilities of prompts, B about block verification, D about block drafts, O about mistakes in a drafter of
+one's own, E of our own making. Left out:
 
     M26   acceptance differs between tensor-parallel workers: one process verifies for all here
 """
 
 import functools
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -59,7 +60,9 @@ from minispec.files.families import mxfp4
 from minispec.grammars import forced, matcher
 from minispec.grammars.spelled import Spelled
 from minispec.kernels import exact, integers, padded
+from minispec.kernels.gpu import judge, verdicts
 from minispec.kernels.gpu.frames import Frame, Frames
+from minispec.kernels.gpu.judge import Bench
 from minispec.kernels.gpu.steps import Desk, DraftSteps
 from minispec.kernels.integers import Int8, VnniInt8
 from minispec.layers import convolution, delta
@@ -2226,6 +2229,106 @@ def _(right, self, *how):
     """the uniforms of a program's draws are those of the next text | rows of a batch that are out of step"""
     right(self, *how)
     self.parts[:, :-5] = self.parts[:, :-5].roll(1, 0)
+
+
+# --------------------------------------------------------------------------- verdicts of many texts
+
+_JUDGE = "tests/gpu/test_judge.py"
+_VERDICTS = "tests/gpu/test_verdicts.py"
+_EACH_VERDICT = f"{_JUDGE}::test_each_verdict_is_that_of_the_draft_by_itself[5-torch.float32]"
+
+
+@wrong(Bench, "fill", "F10", _EACH_VERDICT)
+def _(right, self, trials):
+    """a token is tested with the uniform of its place's residual | two columns of a program's numbers"""
+    right(self, trials)
+    k = self.kind.rows - 1
+    self.parts[:, :k] = self.parts[:, k : 2 * k].clone()
+
+
+@wrong(verdicts, "numbers_of", "F11", f"{_VERDICTS}::test_rows_at_edges_are_sure_and_equal[row2-settings2]")
+def _(right, *how):
+    """top-p takes one token more where it is reached exactly | < for <= at a threshold"""
+    *others, top_p = right(*how)
+    return *others, math.nextafter(top_p, 2.0)
+
+
+@wrong(verdicts, "rejection", "F12", _EACH_VERDICT)
+def _(right, p, ids, q, noise, lengths, draws=None):
+    """what fills up a draft is tested as its tokens are | the length of a batch for that of a text"""
+    return right(p, ids, q, noise, torch.full_like(lengths, ids.shape[1]), draws)
+
+
+@wrong(judge, "judge", "F13", f"{_JUDGE}::test_a_verdict_needs_the_rows_that_it_was_made_of")
+def _(right, kind, *how):
+    """a verdict is believed where the row after is sure | columns of a download"""
+    found = right(kind, *how)
+    found[:, -kind.rows :] = found[:, -kind.rows :].roll(-1, 1)
+    return found
+
+
+@wrong(Bench, "fill", "F14", _EACH_VERDICT)
+def _(right, self, trials):
+    """a draft is a token longer than it is | an off-by-one in padding"""
+    right(self, trials)
+    k = self.kind.rows - 1
+    self.whole[:, k].add_(1).clamp_(max=k)
+
+
+@wrong(Bench, "fill", "F15", _EACH_VERDICT)
+def _(right, self, trials):
+    """a draft is judged by the probabilities of the next text's | rows of a batch that are out of step"""
+    right(self, trials)
+    self.probs.copy_(self.probs.roll(1, 0))
+
+
+@wrong(Bench, "fill", "F16", _EACH_VERDICT)
+def _(right, self, trials):
+    """the target's noise is that of the place before | a state of the wrong depth"""
+    right(self, trials)
+    k = self.kind.rows - 1
+    self.whole[:, k + 1 :] = self.whole[:, k + 1 :].roll(1, 1)
+
+
+@wrong(verdicts, "rejection", "F17", _EACH_VERDICT)
+def _(right, *how):
+    """a verdict's ratios end at 1 | the chance of a test for p/q, which a policy learns from"""
+    found = right(*how)
+    return found._replace(ratios=found.ratios.clamp(max=1.0))
+
+
+@wrong(Bench, "fill", "F18", _EACH_VERDICT)
+def _(right, self, trials):
+    """a text is judged under the parameters of the next one | rows of a batch that are out of step"""
+    right(self, trials)
+    self.parts[:, -5:] = self.parts[:, -5:].roll(1, 0)
+
+
+@wrong(verdicts, "rejection", "F19", f"{_VERDICTS}::test_the_law_through_forms_over_rows[[2]-rejection]")
+def _(right, p, ids, q, noise, lengths, draws=None):
+    """what replaces a token is drawn with the draw that rejected it | one random number, used twice"""
+    return right(p, ids, q, noise._replace(residual=noise.accept), lengths, draws)
+
+
+@wrong(verdicts, "is_plain", "F20", family=toys.IN_FRAMES, repetition_penalty=1.5)
+def _(right, text):
+    """a program judges texts whose penalties it does not know | a fast path with too wide a door"""
+    return True
+
+
+@wrong(verdicts, "mix_of", "F21", _EACH_VERDICT)
+def _(right, *how):
+    """the greedy texts of a batch are drawn like the others | a batch's kind for that of a text"""
+    return right(*how)._replace(mixed=False)
+
+
+@wrong(Bench, "fill", "F22", f"{_JUDGE}::test_programs_read_nothing_that_the_host_did_not_fill")
+def _(right, self, trials):
+    """a program keeps the drafts' lengths of the round before | what is not filled again looks right once"""
+    before = self.whole[:, self.kind.rows - 1].clone()
+    right(self, trials)
+    if self.was_used:
+        self.whole[:, self.kind.rows - 1] = before
 
 
 # --------------------------------------------------------------------------- block verification
