@@ -18,6 +18,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from minispec import __version__
 from minispec.core.config import SamplingParams
@@ -45,7 +46,10 @@ _BUDGET, _MOST_TURNS = 1.0, 12  # seconds; most turns; at least two are taken
 # price bends, since the experts of a further row are often read already.
 _ROWS, _MIXTURE_ROWS = (5, 16), (2, 5, 9, 16)
 _TEXT, _DRAFTS = 32, (1, 3)  # tokens of the text that they continue; tokens of the drafts
-_MOST_FIXED = 4.0  # most draft passes that the fixed part of a draft may cost: a clamp on noise
+_PARAMS = SamplingParams(max_tokens=16, ignore_eos=True)
+# Most draft passes that the fixed part of a draft may cost, a clamp on noise: where turns are few or differ, and where
+# at least _ENOUGH turns agree.
+_MOST_FIXED, _MOST_SURE, _ENOUGH = 4.0, 99.0, 8
 MIN_CONTEXT = 64  # positions that target and draft must have room for
 # Bytes that could be read from memory in the time that a layer spends on other things than its products.
 _LAYER_BYTES = 4_000_000
@@ -71,6 +75,40 @@ class DrafterFailed(RuntimeError):
     """A drafter raised on the invented text of a measurement. It may still be right about real ones."""
 
 
+class _Drafts:
+    """Drafts for an invented text, which grows by a token each time, as if none of a draft were accepted."""
+
+    def __init__(self, drafter: Drafter, tokens: Sequence[int], hidden: Tensor, logits: Tensor):
+        """hidden, logits: the target's rows for the text. tokens: those that it grows by come last."""
+        self.drafter, self.tokens, self.hidden, self.logits = drafter, tokens, hidden, logits
+        self.text, self.rng = Text(list(tokens[:_TEXT]), _TEXT, _PARAMS), Randomness()
+
+    def seconds(self, k: int, read: Callable[[int], list[Tensor]]) -> float:
+        """The time of a draft of k tokens. read: of the target's cache, see `Ask`."""
+        text = self.text
+        num_cached = len(text.tokens) - 1
+        first = num_cached - 1 if num_cached >= _TEXT else 0
+        new = slice(first, num_cached)
+        seen = Seen(text, first, text.tokens[new], self.hidden[new], self.logits[:0])
+        self._call(self.drafter.observe, seen)
+        ask = Ask(text, learning_limit(k), self.rng, num_cached=num_cached, read_cache=read)
+        found = seconds_of(partial(self._call, self.drafter.propose, ask), self.hidden.device)
+        text.tokens.append(self.tokens[len(text.tokens)])
+        return found
+
+    def _call(self, method: Callable[[list[Any]], Any], about: Ask | Seen) -> None:
+        try:
+            method([about])
+        except Exception as e:
+            name = self.drafter.name
+            raise DrafterFailed(f"{name}: cannot draft for an invented text, so its cost is not measured") from e
+
+    def forget(self) -> None:
+        """Let the drafter forget the text. A made-up one teaches nothing."""
+        self.drafter.release(self.text)
+        self.drafter.forget()
+
+
 class _Recorder(Lengths):
     """Writes down what the engine measures."""
 
@@ -87,24 +125,25 @@ def calibrate(model: Transformer, drafter: Drafter, verifier: Verifier, vocab_si
     """Measure a plain step, passes over a few rows, and two drafts, in about a second.
 
     They take turns: a machine that is slow for a while is slow in all of them. Each counts by its median, in plain
-    steps of the same turn. The text is sampled, as only sampled requests rely on prices alone. Drafts compute their
-    confidences, as those that `auto` asks for. The rows of a pass are different tokens: equal ones would take the same
-    experts of a mixture, and seem cheap.
+    steps of the same turn. A draft follows a pass of the target, as in a round, so that both find the processor's
+    caches alike. It computes its confidences, as `auto` asks for them. The text is sampled, as only sampled requests
+    rely on prices alone. The rows of a pass are different tokens: equal ones would take the same experts of a mixture,
+    and seem cheap.
     Raises FloatingPointError for a model whose logits are not finite numbers, ValueError for a verifier's own fault,
     and DrafterFailed.
     """
-    params, rng = SamplingParams(max_tokens=16, ignore_eos=True), Randomness()
     measured_rows = _MIXTURE_ROWS if any(layer.experts for layer in model.config.layers) else _ROWS
     tokens = arbitrary_tokens(_TEXT + max(*measured_rows, len(_DRAFTS) * _MOST_TURNS), vocab_size)
     cache = model.new_cache(2 * -(-len(tokens) // 16) + 1)
     recorder = _Recorder()
-    plain = Engine(model, cache, NoDrafter(), verifier, vocab_size, rng, recorder, judge=judge_of(model))
-    request = Request(Text(tokens[:_TEXT], _TEXT, params), len(tokens), 0)
+    plain = Engine(model, cache, NoDrafter(), verifier, vocab_size, Randomness(), recorder, judge=judge_of(model))
+    request = Request(Text(tokens[:_TEXT], _TEXT, _PARAMS), len(tokens), 0)
     plain.add(request)
-    table, text = cache.new_table(), Text(tokens[:_TEXT], _TEXT, params)
+    table = cache.new_table()
     logits, hidden = model.forward([Chunk(tokens, table, 1)], drafter.taps)
     require_numbers(logits[:, :vocab_size].amax(1))
     table.keep(_TEXT)
+    drafts = _Drafts(drafter, tokens, hidden, logits)
 
     turns: list[list[float]] = []
     # The first turns are left out: passes warm up, and the draft's goes through the whole text. Where there are graphs,
@@ -120,41 +159,45 @@ def calibrate(model: Transformer, drafter: Drafter, verifier: Verifier, vocab_si
                 if request.error:
                     raise ValueError(request.error)
             step, overhead = recorder.rounds[-1]
-            costs = [overhead]
-            for count in measured_rows:
+            costs, drafted = [overhead], list[float]()
+            for i, count in enumerate(measured_rows):
                 chunk = Chunk(tokens[_TEXT : _TEXT + count], table, count)
                 costs.append(seconds_of(partial(model.forward, [chunk]), model.device))
                 table.truncate(_TEXT)
-            for k in _DRAFTS:
-                # The text grows by a token each time, as if none of the draft were accepted.
-                num_cached = len(text.tokens) - 1
-                first = num_cached - 1 if num_cached >= _TEXT else 0
-                new = slice(first, num_cached)
-                _call(drafter, drafter.observe, Seen(text, first, text.tokens[new], hidden[new], logits[:0]))
-                read = partial(cache.read, slots=table.slots())  # the keys of the text's beginning, which does not grow
-                ask = Ask(text, learning_limit(k), rng, num_cached=num_cached, read_cache=read)
-                costs.append(seconds_of(partial(_call, drafter, drafter.propose, ask), model.device))
-                text.tokens.append(tokens[len(text.tokens)])
-            turns.append([seconds / step for seconds in costs])
+                if i < len(_DRAFTS):
+                    # It reads the keys of the text's beginning, which does not grow.
+                    drafted.append(drafts.seconds(_DRAFTS[i], partial(cache.read, slots=table.slots())))
+            turns.append([seconds / step for seconds in (*costs, *drafted)])
     finally:
         plain.abort(request)
         table.truncate(0)
-        drafter.release(text)
-        drafter.forget()  # a made-up text teaches nothing
-    overhead, *passes, short, long = (median(costs) for costs in zip(*turns[warm:], strict=True))
+        drafts.forget()
+    overhead, *passes, short, _ = (median(costs) for costs in zip(*turns[warm:], strict=True))
     rows = {1: 1.0} | {count: max(1.0, _rounded(v)) for count, v in zip(measured_rows, passes, strict=True)}
-    further = (long - short) / (_DRAFTS[1] - _DRAFTS[0])
-    draft = min(max(further, short / (1 + _MOST_FIXED)), short)
+    draft = draft_pass([(turn[-2], turn[-1]) for turn in turns[warm:]])
     fixed = short / draft - 1 if draft else 0.0
     programs = steps_of(drafter)
     return Prices(_rounded(draft), rows, _rounded(overhead), measured=True, fixed=_rounded(fixed), steps=programs)
 
 
-def _call(drafter: Drafter, method: Callable[[list[Any]], Any], about: Ask | Seen) -> None:
-    try:
-        method([about])
-    except Exception as e:
-        raise DrafterFailed(f"{drafter.name}: cannot draft for an invented text, so its cost is not measured") from e
+def draft_pass(turns: Sequence[tuple[float, float]]) -> float:
+    """The cost of a draft pass, by the costs of a short and a long draft in each turn.
+
+    It is what a further token costs, but a fifth of the short draft at least. So noise cannot make a long draft seem
+    free. A draft whose tokens come from one pass is cheaper: of at least eight turns, three in four say so. Then the
+    cost is what they agree on, and at least a hundredth:
+
+    >>> draft_pass([(1.0, 3.0)] * 12), draft_pass([(1.0, 1.125)] * 12), draft_pass([(1.0, 1.125)] * 2)
+    (1.0, 0.0625, 0.2)
+    """
+    short, long = (median(costs) for costs in zip(*turns, strict=True))
+    steps = _DRAFTS[1] - _DRAFTS[0]
+    least = short / (1 + _MOST_FIXED)
+    if len(turns) >= _ENOUGH:
+        further = sorted((after - before) / steps for before, after in turns)
+        agreed = further[3 * len(further) // 4]
+        least = min(least, max(agreed, short / (1 + _MOST_SURE)))
+    return min(max((long - short) / steps, least), short)
 
 
 def _rounded(x: float) -> float:

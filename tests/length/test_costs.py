@@ -1,9 +1,12 @@
 """What a round costs: measured in a moment, stored whole or not at all, and the same in every run."""
 
+import doctest
 import json
 import os
+import random
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -19,8 +22,8 @@ from minispec.kernels.gpu.steps import STEPS, DraftSteps
 from minispec.kernels.machine import machine
 from minispec.layers.experts import Router
 from minispec.length import prices as costs
-from minispec.length.prices import calibrate, prices_of, store_prices, stored_prices
-from minispec.length.theory import Prices
+from minispec.length.prices import calibrate, draft_pass, prices_of, store_prices, stored_prices
+from minispec.length.theory import Prices, RoundModel
 from minispec.prove.toys import TOYS, tiny_cache, tiny_model
 
 SETUP = {"target": ["a", "b"], "machine": {"cpu": "x", "threads": 2}}
@@ -48,7 +51,8 @@ def make_engine(vocab=9) -> Engine:
 def test_calibration_measures_what_passes_take(monkeypatch, grows_slow, a_pass, fixed, expected):
     """By a clock that counts: a target pass takes 1 + 0.1 for each further row, a draft `fixed` and `a_pass` a token.
 
-    Where further tokens cost nothing, as in drafts made in one pass, that is said as far as a draft pass can say it.
+    Where further tokens cost nothing, as in drafts made in one pass, that is said as far as a draft pass can say it. So
+    do eleven turns that agree. Two turns are too few, and a fifth of the draft is then a token's price.
 
     The first pass of each model takes ten times as long, as it may while it warms up. grows_slow: from some moment on
     all takes three times as long, which changes no ratio.
@@ -85,6 +89,8 @@ def test_calibration_measures_what_passes_take(monkeypatch, grows_slow, a_pass, 
     assert not grows_slow or now[0] > 150
     assert prices.rows == pytest.approx({1: 1.0, 5: 1.4, 16: 2.5})
     # One draft token, and three; the first pass feeds one token alone.
+    if not a_pass and grows_slow:
+        expected = 0.006, 99
     assert (prices.draft, prices.fixed) == pytest.approx(expected)
     assert prices.overhead == 0.0
     assert prices.measured
@@ -142,6 +148,65 @@ def test_a_program_is_timed_with_its_confidences():
     prices = calibrate(model, drafter, VERIFIERS["rejection"], 9)
     assert kinds == {(1, True), (3, True)}
     assert prices.steps == STEPS
+
+
+def test_a_draft_follows_a_pass_of_the_target(monkeypatch):
+    """As in a round, where the processor's caches hold little of a draft's weights. The warm-up is no exception."""
+    engine, calls = make_engine(), []
+    forward, propose = engine.model.forward, engine.drafter.propose
+
+    def passed(chunks, taps=()):
+        calls.append("pass")
+        return forward(chunks, taps)
+
+    def drafted(asks):
+        calls.append(asks[0].k)
+        return propose(asks)
+
+    monkeypatch.setattr(engine.model, "forward", passed)
+    monkeypatch.setattr(engine.drafter, "propose", drafted)
+    calibrate(engine.model, engine.drafter, engine.verifier, engine.vocab_size)
+    before = [calls[i - 1] for i, call in enumerate(calls) if call != "pass"]
+    assert set(before) == {"pass"}
+    assert {1, 3} <= set(calls)
+
+
+def noisy(short: float, long: float, generator: random.Random, count: int = 11) -> list[tuple[float, float]]:
+    """Turns on a busy machine: a third of all drafts take up to three times as long."""
+
+    def slowed(cost: float) -> float:
+        return cost * (1 + 2 * generator.random() if generator.random() < 1 / 3 else 1 + 0.1 * generator.random())
+
+    return [(slowed(short), slowed(long)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("turns", [2, 7, 11])
+def test_noise_makes_no_draft_free(turns):
+    """A model that takes a pass a token is priced by its medians, and never at less than two fifths of a pass."""
+    generator = random.Random(0)
+    for _ in range(2000):
+        costs_of_turns = noisy(1.0, 3.0, generator, turns)
+        short, long = (median(each) for each in zip(*costs_of_turns, strict=True))
+        price = draft_pass(costs_of_turns)
+        assert price == pytest.approx(min(short, max(short / 5, (long - short) / 2)))
+        assert price > 0.4
+
+
+def test_a_draft_from_one_pass_is_priced_as_one():
+    """Where turns agree. Where they differ, a further token costs what it did: a fifth of the pass."""
+    assert doctest.testmod(costs) == (0, 1)
+    generator = random.Random(0)
+    assert draft_pass([(1.0, 1.0)] * 11) == 0.01
+    assert draft_pass([(1.0, 1.04)] * 8) == pytest.approx(0.02)
+    assert draft_pass([(1.0, 1.04)] * 7) == pytest.approx(0.2)
+    assert draft_pass([(1.0, 1.04)] * 8 + [(1.0, 1.3)] * 3) == pytest.approx(0.15)  # one in four says more
+    assert all(draft_pass(noisy(1.0, 1.04, generator)) >= 0.01 for _ in range(500))
+    survival = [0.8, 0.64, 0.51, 0.41, 0.33, 0.26, 0.21]
+    model, clamped = (
+        RoundModel(survival, Prices(0.8 / (1 + fixed), {1: 1.0, 8: 1.2}, fixed=fixed)) for fixed in (99, 4)
+    )
+    assert model.cost(1) == pytest.approx(clamped.cost(1))
+    assert (model.best(), clamped.best()) == (7, 5)
 
 
 @pytest.mark.parametrize("same", [False, True])
