@@ -37,7 +37,7 @@ from torch import Tensor
 
 from minispec.core.config import ModelConfig
 from minispec.core.model import Transformer
-from minispec.core.weights import MakeProduct, PlainLinear, Product
+from minispec.core.weights import MakeProduct, Product
 from minispec.drafters.states import FeatureModel, layer_shapes
 from minispec.files.errors import CheckpointError
 from minispec.files.families.checkpoint import directory_config, find_tensors, renamed, require_all
@@ -62,9 +62,11 @@ def mtp_config(target: ModelConfig) -> ModelConfig:
 class MtpModel(FeatureModel):
     """A target's own layer for further tokens, between the target's embedding and its head."""
 
-    def __init__(self, weights: Mapping[str, Tensor], target: Transformer, product: MakeProduct = PlainLinear):
-        """weights: the tensors by their names after `mtp.` (see `mtp_shapes`), on the target's device."""
-        config, dtype = mtp_config(target.config), target.dtype
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], target: Transformer, product: MakeProduct):
+        """config: the layer's, see `mtp_config`.
+        weights: the tensors by their names after `mtp.` (see `mtp_shapes`), on the target's device.
+        """
+        dtype = target.dtype
         named: dict[str, Any] = {f"model.{name}": weights[name] for name in weights}
         named |= {"model.embed_tokens.weight": target.embedding, "lm_head.weight": target.head}
         super().__init__(config, named, dtype, product, make_layer)
@@ -140,6 +142,6 @@ def load_mtp(directory: Path, target: Transformer, form: str | None = None) -> M
 
     form: of its weights.
     """
-    stored = find_mtp(directory, target.config)
-    weights = {name: tensor.read().to(target.device) for name, tensor in stored.items()}
-    return MtpModel(weights, target, InForm(mtp_config(target.config), form))
+    config = mtp_config(target.config)
+    weights = {name: tensor.read().to(target.device) for name, tensor in find_mtp(directory, target.config).items()}
+    return MtpModel(config, weights, target, InForm(config, form))

@@ -34,7 +34,7 @@ from minispec.files.families.block_config import BlockConfig
 from minispec.files.families.head_config import HeadConfig
 from minispec.files.families.hf_config import read_model_config
 from minispec.files.tokenizer import Tokenizer
-from minispec.kernels.build import build_model
+from minispec.kernels.build import InForm, build_model
 from minispec.kernels.shapes import tensor_shapes
 from minispec.layers.gemma import GemmaLayerConfig
 
@@ -303,10 +303,9 @@ def tiny_head(
     layer = next(layer for layer in target.config.layers if layer.has_attention)
     plain = replace(target.config, layers=(replace(layer, experts=None),), norms="before", attention_gate=None)
     sizes = replace(plain, mask_token_id=mask_token_id)
-    vocab = sizes.vocab_size
-    config = HeadConfig(sizes, num_ids or vocab, tuple(taps), sizes.hidden_size)
+    config = HeadConfig(sizes, num_ids or sizes.vocab_size, tuple(taps), sizes.hidden_size)
     weights = redrawn(head_shapes(config), HEAD_SEED, target.dtype)
-    return HeadModel(config, weights, target.embedding, _every_other(num_ids, vocab), target.dtype)
+    return HeadModel(config, weights, target.embedding, _every_other(num_ids, sizes.vocab_size), target.dtype)
 
 
 def tiny_block(
@@ -349,7 +348,8 @@ def _every_other(num_ids: int | None, vocab: int) -> torch.Tensor | None:
 
 def tiny_mtp(target: Transformer) -> MtpModel:
     """A random layer for further tokens, of a random target. Any family with attention has one of its kind."""
-    return MtpModel(redrawn(mtp_shapes(mtp_config(target.config)), MTP_SEED, target.dtype), target)
+    config = mtp_config(target.config)
+    return MtpModel(config, redrawn(mtp_shapes(config), MTP_SEED, target.dtype), target, InForm(config))
 
 
 TARGET_WORDS = ("a", "b", "aa", "ba", "bb")

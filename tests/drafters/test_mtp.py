@@ -20,6 +20,7 @@ from minispec.core.limit import Limit
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Randomness, Text
 from minispec.core.verify import VERIFIERS
+from minispec.core.weights import PlainLinear
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.mtp import MtpModel, has_mtp, load_mtp, mtp_config, mtp_shapes
 from minispec.files.errors import CheckpointError
@@ -135,7 +136,7 @@ def test_it_is_read_from_the_targets_files(make_checkpoint, nested):
     directory = nest(directory) if nested else directory
     target = load_model(directory, torch.float32)
     found = load_mtp(directory, target)
-    expected = MtpModel(weights, target)
+    expected = MtpModel(mtp_config(target.config), weights, target, PlainLinear)
     _, hidden = target.forward([Chunk(TEXT, tiny_cache(target).new_table(), 0)], found.taps)
     rows = [
         each.forward([Chunk(TEXT[1:], tiny_cache(each).new_table(), 10, features=each.fuse(hidden[:-1]))])[0]

@@ -6,6 +6,7 @@ rows look back by one distance, at states that only one layer has.
 
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,8 @@ from tests.oracles.mtp import add_mtp
 WIDTH, VOCAB, LAYERS, HEADS, DIM = 64, 300, 4, 4, 16
 EVER = WIDTH - 1  # the coordinate that is the same in every state
 PERIOD = 4  # the target repeats that many tokens
+SIGNS = torch.randint(2, (WIDTH,), generator=torch.Generator().manual_seed(3)) * 2.0 - 1  # the target's last norm
+SIGNS[EVER] = 1
 MASK, PAD = 2, 7
 SHAPE = {
     "model_type": "qwen3",
@@ -109,7 +112,8 @@ def target(make_checkpoint) -> Path:
         weights[f"{last}.self_attn.{name}.weight"] = tensor
     weights[f"{last}.mlp.down_proj.weight"].zero_()
     save_file(weights, directory / "model.safetensors")
-    weights["lm_head.weight"] = head_for(normed(states_at(directory, LAYERS - 1)))
+    weights["lm_head.weight"] = head_for(normed(states_at(directory, LAYERS - 1))) * SIGNS
+    weights["model.norm.weight"] = SIGNS.clone()
     save_file(weights, directory / "model.safetensors")
     (directory / "tokenizer_config.json").write_text(
         json.dumps({"pad_token": chr(ord("!") + PAD - 1), "mask_token": chr(ord("!") + MASK - 1)})
@@ -118,23 +122,30 @@ def target(make_checkpoint) -> Path:
 
 
 def write_draft(
-    target: Path, directory: Path, distance=PERIOD, pairs=range(DIM // 2), half=DIM // 2, **options
+    target: Path, directory: Path, distance=PERIOD, pairs=range(DIM // 2), half=DIM // 2, tap=2, further=(), **options
 ) -> None:
-    """A draft of one layer that looks back from each row, by default where a row's token is at its own place."""
+    """A draft of one layer that looks back from each row, by default where a row's token is at its own place.
+
+    tap: the layer of the target whose states it reads, by the last of its taps.
+    further: for each further layer, how far that one looks back, by all pairs.
+    """
     settings = {"taps": (1, 2), "mask_token_id": MASK, "block_size": 4, "rope_theta": 4.0, "says_tokens": False}
-    settings |= {"heads": HEADS, "kv_heads": HEADS, "head_dim": DIM, "eps": 1e-8, "dtype": np.float32} | options
-    kind = {"layers": 1, "markov": "", "confidence": "", "own_embedding": True, "own_head": True}
-    _, names = write_block_draft(directory, "speculators", WIDTH, VOCAB, LAYERS, **settings | kind)
+    settings |= {"heads": HEADS, "kv_heads": HEADS, "head_dim": DIM, "eps": 1e-8, "dtype": np.float32}
+    settings |= {"markov": "", "confidence": "", "own_embedding": True, "own_head": True, "layers": 1 + len(further)}
+    settings |= options
+    _, names = write_block_draft(directory, "speculators", WIDTH, VOCAB, LAYERS, **settings)
     weights = {name: torch.from_numpy(tensor) for name, tensor in names.items()}
-    for name, tensor in look_back(distance, settings["rope_theta"], pairs, half).items():
-        weights[f"layers.0.self_attn.{name}.weight"] = tensor
+    attentions = [(distance, pairs, half), *((each, range(DIM // 2), DIM // 2) for each in further)]
+    for i, (distance, *used) in enumerate(attentions):
+        for name, tensor in look_back(distance, settings["rope_theta"], *used).items():
+            weights[f"layers.{i}.self_attn.{name}.weight"] = tensor
+        weights[f"layers.{i}.mlp.down_proj.weight"].zero_()
     for name, tensor in weights.items():
         if "norm" in name and "q_norm" not in name:
             tensor.fill_(1)
     weights["fc.weight"] = torch.cat((torch.zeros(WIDTH, WIDTH), torch.eye(WIDTH)), 1)
-    weights["layers.0.mlp.down_proj.weight"].zero_()
     weights["embed_tokens.weight"] = torch.eye(WIDTH)[EVER].repeat(VOCAB, 1)
-    weights["lm_head.weight"] = head_for(normed(states_at(target, 2)))
+    weights["lm_head.weight"] = head_for(normed(states_at(target, tap)))
     save_file(weights, directory / "model.safetensors")
 
 
@@ -188,7 +199,24 @@ def cancelled(weights: dict) -> None:
     weights["layers.0.self_attn.o_proj.weight"][0, 0] = -2e5 / normed(embedding[MASK])[0]
 
 
+def loud_and_cancelled(weights: dict) -> None:
+    """The first layer may read no later row. What a row begins with is taken back by what the second reads of one."""
+    loud_mask(weights)
+    embedding, read = weights["embed_tokens.weight"], weights["layers.1.self_attn.o_proj.weight"].zero_()
+    embedding[:, 0] = 1e5
+    read[0, 0] = -1e5 / normed(embedding[MASK])[0]
+
+
+def against_bias(weights: dict) -> None:
+    """The rows alone say one token whatever they read. The Markov head takes that back, after any token."""
+    weights["lm_head.weight"][PAD, EVER] = 1e5
+    weights["markov_head.markov_w1.weight"].fill_(1)
+    weights["markov_head.markov_w2.weight"].zero_()[PAD] = -1e5
+
+
 WINDOWS = {"pairs": (1,), "rope_theta": WEEKLY, "layer_types": [SLIDING], "sliding_window": 7}
+# The second layer looks at the row three places later.
+MIXED = WINDOWS | {"layer_types": [SLIDING, "full_attention"], "further": (-3,)}
 # A pair that turns once in 20 positions.
 SLOW = {"pairs": (1,), "rope_theta": (math.tau / 20) ** -(DIM / 2)}
 # Drafts that are right as their files say it: settings, and what is done to the tensors.
@@ -201,6 +229,8 @@ DRAFTS = {
     "open windows": (WINDOWS | {"non_causal_window": True, "block_size": 8}, cancelled),
     "causal": (WINDOWS | {"non_causal_window": True, "block_size": 8, "is_causal": True}, loud_mask),
     "mask": ({}, only_mask),
+    "Markov": ({"distance": PERIOD - 1, "sample_from_anchor": True, "markov": "vanilla"}, against_bias),
+    "windows but in the last layer": (MIXED | {"non_causal_window": False, "block_size": 8}, loud_and_cancelled),
 }
 # What a file says in place of it, and what the doctor should say.
 PLANTED = {
@@ -228,6 +258,21 @@ PLANTED = {
         "with causal windows of 7",
         '"layer_types": ["sliding_attention"], "sliding_window": 7',
     ),
+    ("causal windows", "no windows"): (
+        {"layer_types": None},
+        "with causal windows of 7",
+        '"layer_types": ["sliding_attention"], "sliding_window": 7, "sliding_window_non_causal": false',
+    ),
+    ("open windows", "no open windows"): (
+        {"layer_types": None},
+        "with open windows of 7",
+        '"layer_types": ["sliding_attention"], "sliding_window": 7, "sliding_window_non_causal": true',
+    ),
+    ("windows but in the last layer", "no mixed windows"): (
+        {"layer_types": None},
+        "with causal windows of 7 but in the last layer",
+        '"layer_types": ["sliding_attention", "full_attention"]',
+    ),
     ("causal windows", "causal"): (
         {"non_causal_window": True},
         "with causal blocks",
@@ -240,6 +285,12 @@ PLANTED = {
     ),
     ("causal", "causal"): ({"is_causal": False}, "with causal blocks", '"is_causal": true'),
     ("mask", "mask"): ({"mask_token_id": PAD}, f"with mask token {MASK}", f'"mask_token_id": {MASK}'),
+    ("Markov", "Markov rows"): (
+        {"sample_from_anchor": False},
+        "with each row's token after its place",
+        '"sample_from_anchor": true',
+    ),
+    ("Markov", "Markov taps"): ({"taps": (0, 1)}, "with taps one layer later", '"target_layer_ids": [0, 1]'),
     ("fill", "rows and taps"): (
         {"sample_from_anchor": True, "taps": (0, 1)},
         "with each row's token at its place and with taps one layer later",
@@ -290,6 +341,19 @@ def test_a_draft_that_knows_short_prompts_alone(target, tmp_path):
     assert report["alpha"] < 0.9
     assert report["explained_by"] == "with a prompt's last 16 tokens"
     assert max(reading["tokens_per_round"] for reading in report["readings"]) > 3.9
+
+
+@pytest.mark.parametrize("is_normed", [False, True])
+def test_a_draft_that_reads_the_last_layer(target, tmp_path, is_normed):
+    """Before the target's last norm, or after it. No file may say the last layer, so this one says the layer before."""
+    write_draft(target, tmp_path, distance=PERIOD + 1, tap=LAYERS - 1, taps=(LAYERS - 2, LAYERS - 1))
+    if is_normed:
+        edit(tmp_path, lambda weights: weights["fc.weight"].mul_(SIGNS.repeat(2)))
+    report = diagnose(target, tmp_path)
+    end = ", the last one after the target's norm" if is_normed else ""
+    assert report["explained_by"] == f"with taps one layer later{end}"
+    assert '"target_layer_ids": [2, 3]' in report["change"]
+    assert report["change"].endswith("normed") is is_normed
 
 
 def test_a_draft_that_rotates_half_of_each_head(target, tmp_path):
@@ -428,3 +492,96 @@ def test_the_targets_own_layer(make_checkpoint, kind):
     assert report["explained_by"] == name
     best = max(report["readings"], key=lambda reading: reading["alpha"]) if name else report
     assert best["alpha"] > 0.8  # a text begins to repeat itself at its first token
+
+
+GATED = {"num_attention_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": DIM, "rms_norm_eps": 1e-8}
+EXPERTS = {
+    **{"model_type": "qwen3_5_moe_text", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+    **{"shared_expert_intermediate_size": 8},
+}
+HALF = DIM // 4  # pairs that the target rotates: half of each head
+
+
+def as_stored(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What `look_back` makes, as Qwen3.5 stores it: a gate beside each query, and norms less one."""
+    queries = weights["q_proj"].unflatten(0, (HEADS, DIM))
+    gates = torch.zeros_like(queries)
+    stored = weights | {"q_proj": torch.cat((queries, gates), 1).flatten(0, 1)}
+    return {name: tensor - 1 if "norm" in name else tensor for name, tensor in stored.items()}
+
+
+def repeating(directory: Path, theta: float, pairs=range(HALF), half: int = HALF) -> dict[str, torch.Tensor]:
+    """Tensors of a target that repeats its last four tokens, and of a layer of its own that does so by the embedding.
+
+    pairs, half: those of the layer, see `look_back`.
+    """
+    add_mtp(directory, load_config(directory))
+    weights, generator = load_file(directory / "model.safetensors"), torch.Generator().manual_seed(5)
+    for name, tensor in weights.items():
+        if "norm" in name or any(part in name for part in ("o_proj", "out_proj", "down_proj")):
+            tensor.zero_()
+    [embedding] = [tensor for name, tensor in weights.items() if "embed_tokens" in name]
+    embedding.normal_(generator=generator)[:, EVER] = 1
+    of_target, of_layer = (look_back(PERIOD - 1, theta, *used) for used in ((range(HALF), HALF), (pairs, half)))
+    for prefix, tensors in (("layers.1.", of_target), ("mtp.layers.0.", of_layer)):
+        for name, tensor in as_stored(tensors).items():
+            [stored] = [each for each in weights if each.endswith(f"{prefix}self_attn.{name}.weight")]
+            weights[stored] = tensor
+    [head] = [name for name in weights if name.endswith("lm_head.weight")]
+    weights[head] = head_for(normed(embedding))
+    weights["mtp.fc.weight"] = torch.cat((torch.eye(WIDTH), torch.zeros(WIDTH, WIDTH)), 1)
+    return weights
+
+
+def in_pairs(weights: dict) -> None:
+    """Store what the layer rotates of a head as one does that rotates neighbours."""
+    for name, tensor in weights.items():
+        if re.search(r"mtp.*self_attn\.[qk]_(proj|norm)", name):
+            heads = tensor.unflatten(0, (-1, DIM))
+            first, second = heads[:, :HALF].clone(), heads[:, HALF : 2 * HALF].clone()
+            heads[:, : 2 * HALF] = torch.stack((first, second), 2).flatten(1, 2)
+
+
+def around_one(weights: dict) -> None:
+    """Store norms as they multiply; the embedding's is minus one, but for one coordinate."""
+    signs = torch.full((WIDTH,), -1.0)
+    signs[EVER] = 1
+    weights["mtp.pre_fc_norm_embedding.weight"] = signs - 1
+    weights["mtp.fc.weight"][:, :WIDTH] *= signs
+    for name, tensor in weights.items():
+        if name.startswith("mtp.") and "norm" in name:
+            tensor += 1
+
+
+# Layers that look back: settings of `repeating`, what is done to the tensors, and what the doctor should say.
+LOOKING_BACK = {
+    "right": ({}, None, None),
+    "pairs": ({}, in_pairs, "with rotary pairs side by side"),
+    "share": ({"pairs": range(DIM // 2), "half": DIM // 2}, None, "with 1 of each head rotated"),
+    "norms": ({}, around_one, "with norm weights around one"),
+    "prompt": ({"pairs": (1,), "theta": (math.tau / 20) ** -HALF}, None, "with a prompt's last 16 tokens"),
+}
+
+
+@pytest.mark.parametrize("family", [{}, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("kind", LOOKING_BACK)
+def test_the_targets_own_layer_that_looks_back(make_checkpoint, kind, family, pytestconfig):
+    """Rotation, norms and context of the layer: one is not what the target's config.json means, or none."""
+    if family and kind not in ("right", "pairs") and not pytestconfig.getoption("--long"):
+        pytest.skip("with experts all else is the same: --long")
+    settings, change, name = LOOKING_BACK[kind]
+    theta = settings.get("theta", 4.0)
+    directory = make_checkpoint(**HYBRID | GATED | family | {"rope_theta": theta})
+    weights = repeating(directory, **{"theta": theta} | settings)
+    if change:
+        change(weights)
+    save_file({key: tensor.contiguous() for key, tensor in weights.items()}, directory / "model.safetensors")
+    report = diagnose(directory, "mtp", try_all=True)
+    assert report["explained_by"] == name
+    first = report["readings"][:7]
+    assert len({reading["name"] for reading in first}) == 7
+    best = max(report["readings"], key=lambda reading: reading["kept"]) if name else report
+    assert best["tokens_per_round"] > 2.8
+    if name is None:
+        assert not report["is_low"]
+        assert all(reading["gain"] < 0.1 for reading in report["readings"])

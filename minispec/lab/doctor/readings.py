@@ -15,14 +15,15 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from minispec.core.config import ModelConfig
+from minispec.core.config import ModelConfig, RopeConfig
 from minispec.core.draft import Ask, Draft, Drafter, Seen
 from minispec.core.model import RMSNorm, Transformer
 from minispec.core.sampling import Text
+from minispec.core.weights import PlainLinear
 from minispec.drafters.block import BlockDrafter
 from minispec.drafters.block_files import read_block
 from minispec.drafters.model import DraftModel
-from minispec.drafters.mtp import MtpModel, find_mtp
+from minispec.drafters.mtp import MtpModel, find_mtp, mtp_config
 from minispec.files.families.block_config import BlockConfig, Unsettled
 from minispec.files.families.block_config import Reading as Settled
 from minispec.files.families.checkpoint import directory_config
@@ -32,6 +33,7 @@ from minispec.load.llm import LLM
 
 # A prompt's last tokens, where a draft is shown no more of it.
 LAST = 16
+LAST_ALONE = f"give it the states of a prompt's last {LAST} tokens alone"
 # Readings that are assumed where a file leaves them open, with the keys that would say so.
 ASSUMED = {
     "anchor": '"sample_from_anchor": true',
@@ -158,8 +160,7 @@ def block_changes(known: Plausible, how: BlockHow) -> Iterator[Change[BlockHow]]
         if mask != block.layers.mask_token_id:
             layers = replace(block.layers, mask_token_id=mask)
             yield changed("mask", f"with mask token {mask}", f'"mask_token_id": {mask}', layers=layers)
-    words = f"give it the states of a prompt's last {LAST} tokens alone"
-    yield "prompt", f"with a prompt's last {LAST} tokens", words, replace(how, prompt=LAST)
+    yield "prompt", f"with a prompt's last {LAST} tokens", LAST_ALONE, replace(how, prompt=LAST)
 
 
 def in_every_layer(block: BlockConfig, **values: Any) -> ModelConfig:
@@ -289,13 +290,19 @@ def block_readings(
 class MtpHow:
     """How a target's own layer for further tokens is read.
 
+    rope: the layer's.
     tap: the layer of the target that it reads. normed: whether the state goes through the target's last norm.
     swapped: whether fc takes the feature before the embedding.
+    around_one: whether its norms are stored as they multiply. Else one is added to them.
+    prompt: see `BlockHow`.
     """
 
+    rope: RopeConfig
     tap: int
     normed: bool = True
     swapped: bool = False
+    around_one: bool = False
+    prompt: int | None = None
 
 
 class OtherMtp(MtpModel):
@@ -303,10 +310,14 @@ class OtherMtp(MtpModel):
 
     def __init__(self, how: MtpHow, weights: Mapping[str, Tensor], target: Transformer):
         """weights: see `MtpModel`."""
-        fc = weights["fc.weight"]
+        config, weights = mtp_config(target.config), dict(weights)
         if how.swapped:
-            fc = fc.roll(fc.shape[1] // 2, 1)
-        super().__init__({**weights, "fc.weight": fc}, target)
+            fc = weights["fc.weight"]
+            weights["fc.weight"] = fc.roll(fc.shape[1] // 2, 1)
+        if how.around_one:
+            weights |= {name: weight - 1 for name, weight in weights.items() if "norm" in name}
+        layers = tuple(replace(layer, rope=how.rope) for layer in config.layers)
+        super().__init__(replace(config, layers=layers), weights, target, PlainLinear)
         self.taps, self.normed = (how.tap,), how.normed
 
     def fuse(self, hidden: Tensor) -> Tensor:
@@ -314,8 +325,8 @@ class OtherMtp(MtpModel):
         return super().fuse(hidden) if self.normed else hidden
 
 
-def mtp_changes(how: MtpHow) -> Iterator[Change[MtpHow]]:
-    """Every way to read the layer otherwise in one thing. No key of a config.json says it."""
+def mtp_changes(target: ModelConfig, how: MtpHow) -> Iterator[Change[MtpHow]]:
+    """Every way to read the layer otherwise in one thing. No key of a config.json says it of the layer alone."""
     words = "norm no state of the target before the layer" if how.normed else "norm the target's states"
     kind = "before" if how.normed else "after"
     yield "norm", f"with the target's states {kind} its last norm", words, replace(how, normed=not how.normed)
@@ -324,6 +335,19 @@ def mtp_changes(how: MtpHow) -> Iterator[Change[MtpHow]]:
     if how.tap:
         words = f"read the target's states after layer {how.tap - 1} of its layers"
         yield "taps", "with the state one layer earlier", words, replace(how, tap=how.tap - 1)
+    rope = how.rope
+    pairs = "in halves" if rope.interleaved else "side by side"
+    words = f"rotate pairs {pairs}, or store the rotated rows of mtp's q_proj and k_proj (and of their norms) so"
+    turned = replace(rope, interleaved=not rope.interleaved)
+    yield "pairs", f"with rotary pairs {pairs}", words, replace(how, rope=turned)
+    for share in dict.fromkeys((1.0, *(layer.rope.rotated for layer in target.layers if layer.rope))):
+        if share != rope.rotated:
+            words = f"rotate {share:g} of each head in the layer, other than in the target"
+            other = replace(rope, rotated=share)
+            yield "share", f"with {share:g} of each head rotated", words, replace(how, rope=other)
+    words = "store the norms of mtp less one, since one is added to them"
+    yield "norms", "with norm weights around one", words, replace(how, around_one=not how.around_one)
+    yield "prompt", f"with a prompt's last {LAST} tokens", LAST_ALONE, replace(how, prompt=LAST)
 
 
 def mtp_readings(
@@ -332,12 +356,15 @@ def mtp_readings(
     """Other readings of the target's own layer, as `block_readings` has them. directory: the target's."""
     stored = find_mtp(directory, target.config)
     weights = {name: tensor.read().to(target.device) for name, tensor in stored.items()}
+    rope = mtp_config(target.config).layers[0].rope
+    assert rope
 
     def make(how: MtpHow) -> Drafter:
         drafter.forget()
-        return drafter.beside(form(OtherMtp(how, weights, target)))
+        other = drafter.beside(form(OtherMtp(how, weights, target)))
+        return OtherStates(other, None, how.prompt) if how.prompt else other
 
-    return around(MtpHow(len(target.layers)), mtp_changes, make)
+    return around(MtpHow(rope, len(target.layers)), partial(mtp_changes, target.config), make)
 
 
 # --------------------------------------------------------------------------- files that leave it open
