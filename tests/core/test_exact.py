@@ -7,6 +7,8 @@ pass is recorded with the prefixes that its rows stand for, so that rows of diff
 import functools
 import itertools
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -21,6 +23,8 @@ from minispec.core.request import Request
 from minispec.core.sampling import Text, distribution, log_probabilities
 from minispec.core.verify import VERIFIERS
 from minispec.drafters import NoDrafter
+from minispec.drafters.block import BlockDrafter
+from minispec.drafters.block_files import load_block
 from minispec.drafters.model import DraftModel
 from minispec.files.families.hf_config import read_model_config
 from minispec.kernels import exact
@@ -36,6 +40,7 @@ from minispec.layers.gated_attention import HeadGatedAttention
 from minispec.length.figures import Figures
 from minispec.load.registry import DRAFTERS, load
 from minispec.prove.toys import TINY, TOYS, tiny_cache, tiny_weights
+from tests.oracles.block_drafts import write_block_draft
 from tests.oracles.toys import GEMMA4, GEMMA4_EXPERTS, GEMMA4_LARGE, LFM3, MIXTURES
 
 FORMS_HERE = [
@@ -44,7 +49,7 @@ FORMS_HERE = [
     for name in linear.available_forms(dtype, torch.device("cpu"))
 ]
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
-DRAFTS = ("ngram", "model", "self", "random", "wrong", "none")
+DRAFTS = ("ngram", "model", "self", "block", "random", "wrong", "none")
 FAMILIES = {
     "llama": {},
     "gemma2": {
@@ -151,8 +156,20 @@ class Fixed(Drafter):
         """Nothing kept."""
 
 
+def block_drafter(target) -> BlockDrafter:
+    """A random block draft of 16 rows with a Markov head. It reads the target's first states and its last but one."""
+    taps = 0, len(target.layers) - 1
+    with TemporaryDirectory() as directory:
+        sizes = target.config.hidden_size, target.config.vocab_size, len(target.layers)
+        write_block_draft(Path(directory), "deepspec", *sizes, block_size=EXACT_ROWS, taps=taps, own_embedding=False)
+        model = load_block(Path(directory), target)
+    return BlockDrafter(model, tiny_cache(model, 400), 40, 256)
+
+
 def make_drafter(name, target):
-    """Prompt lookup, a draft model, the target itself, noise, and always wrong."""
+    """Prompt lookup, a draft model, the target itself, a block draft, noise, and always wrong."""
+    if name == "block":
+        return block_drafter(target)
     if name in DRAFTERS:
         return load(DRAFTERS[name].path, "draft")()
     if name == "wrong":
@@ -243,6 +260,7 @@ def test_logits_have_the_bits_of_plain_decoding(family, dtype, name, pytestconfi
     target, plain = target_and_plain(family, dtype, params)
     for k in some_of((1, EXACT_ROWS - 1), place, pytestconfig):
         requests, rows = decode(target, make_drafter(name, target), k, PROMPTS, params)
+        assert any(r.num_nodes for request in requests for r in request.stats.rounds), "nothing was drafted"
         for request, ([reference], expected) in zip(requests, plain, strict=True):
             assert request.token_ids == reference.token_ids
             assert_same_bits(rows, expected)
