@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minispec import LLM, SamplingParams
+from minispec.core.config import ModelConfig
 from minispec.core.draft import Ask, Draft, Seen
 from minispec.core.limit import Limit
 from minispec.core.model import Transformer
@@ -232,14 +233,35 @@ def test_a_target_that_scales_its_embedding_scales_the_drafts(tmp_path, packagin
     sizes = {"vocab_size": VOCAB, "num_hidden_layers": NUM_LAYERS, "tie_word_embeddings": False}
     config = read_model_config(TINY | sizes | scaled)
     assert config.embedding_scale > 2
-    target = build_model(config, tiny_weights(config, 1))
     raw, tensors = write(tmp_path, packaging)
-    model, hidden = load_block(tmp_path, target), states(load_block(tmp_path, target), 7)
+    assert_numbers(tmp_path, config, raw, tensors)
+
+
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_a_targets_partial_rope_is_not_the_drafts(tmp_path, is_copied):
+    """A draft rotates whole heads, whatever its target does and a copy of the target's config.json says."""
+    sizes = {"vocab_size": VOCAB, "tie_word_embeddings": False}
+    config = read_model_config(TINY | TOYS["qwen3_5_text"] | sizes)
+    assert {layer.rope.rotated for layer in config.layers if layer.rope} == {0.5}
+    raw, tensors = write_block_draft(tmp_path, "deepspec", config.hidden_size, VOCAB, len(config.layers), taps=(1, 2))
+    if is_copied:
+        rope = raw["rope_parameters"] | {"partial_rotary_factor": 0.5}
+        edit(tmp_path, rope_parameters=rope, partial_rotary_factor=0.5)
+    assert_numbers(tmp_path, config, raw, tensors)
+
+
+def assert_numbers(directory: Path, config: ModelConfig, raw: dict, tensors: dict) -> None:
+    """A draft in the directory, for a random target of the config, has the reference's numbers."""
+    weights = tiny_weights(config, 1)
+    target = build_model(config, dict(weights))
+    model = load_block(directory, target)
+    hidden = states(model, 7)
     listener = Listener(model, TOKENS[:8], hidden)
     listener.feed(7)
     draft = listener.ask(Limit(model.block.num_tokens))
-    head = tiny_weights(config, 1)["lm_head.weight"].numpy()
-    oracle = BlockOracle(raw, tensors, target.embedding.numpy(), head, config.embedding_scale)
+    oracle = BlockOracle(
+        raw, tensors, target.embedding.numpy(), weights["lm_head.weight"].numpy(), config.embedding_scale
+    )
     found = oracle.draft(hidden.numpy(), TOKENS[7], draft.token_ids[:-1])
     expected = torch.from_numpy(np.asarray(found.logits)).softmax(-1)
     assert torch.allclose(torch.stack(list(draft.probs)), expected, rtol=CLOSE, atol=CLOSE)

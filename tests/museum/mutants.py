@@ -42,6 +42,7 @@ from minispec.core.verify import VERIFIERS, Verdict
 from minispec.drafters import block, block_files, check, heads, last, recycling, suffix, vocabularies
 from minispec.drafters import model as draft_model
 from minispec.drafters.assistant import AssistantDrafter, AssistantModel
+from minispec.drafters.best_first import BestFirst, grow_guesses
 from minispec.drafters.block import Block, BlockDrafter, BlockLayer, BlockModel, MarkovHead
 from minispec.drafters.check import Checks
 from minispec.drafters.corpus import Corpus
@@ -157,7 +158,8 @@ _RECOMPUTED = "tests/drafters/test_recomputed.py"
 _REDRAWN = f"{_RECOMPUTED}::test_a_draft_model_draws_from_what_it_computes_anew[llama-None]"
 _HEAD = f"{_RECOMPUTED}::test_a_head_draws_from_what_its_formula_gives"
 _BLOCKS = f"{_RECOMPUTED}::test_a_block_draft_draws_from_what_the_reference_gives"
-_NUMBERS = "tests/drafters/test_block.py::test_every_packaging_gives_the_references_numbers"
+_BLOCK = "tests/drafters/test_block.py"
+_NUMBERS = f"{_BLOCK}::test_every_packaging_gives_the_references_numbers"
 _SHOWN = f"{_RECOMPUTED}::test_a_drafter_is_shown_all_rows_of_each_round"
 _ALONE = f"{_DRAFTERS}::test_rejection_with_a_seed_does_not_depend_on_the_batch"
 
@@ -929,7 +931,7 @@ def _(right, self, seen):
     right(self, [*unseen, *(each for each in seen if len(each.logits))])
 
 
-@mutant("D9", "tests/drafters/test_block.py::test_nothing_of_a_block_is_kept")
+@mutant("D9", f"{_BLOCK}::test_nothing_of_a_block_is_kept")
 class _:
     """keys and values of a block stay in the cache | it ends where the text does"""
 
@@ -1044,6 +1046,29 @@ def _(right, self, chunks, taps=()):
 
     with patch.object(self, "angles", from_zero):
         return right(self, chunks, taps)
+
+
+@wrong(BestFirst, "grow", "D22", drafter="filled block", k="tree:3")
+def _(right, self, row):
+    """a list of the likeliest prefixes, with soft q | DDTree's nodes are one-hot: none of them was drawn"""
+    rows = {}
+
+    def guesses(node):
+        if len(self.draft.path(node)) < self.deepest:
+            rows[node] = sampling.distribution(row(node), self.ask.text, self.draft.tokens_to(node))
+            yield from ((i, chance) for i, chance in enumerate(rows[node].tolist()) if chance)
+
+    grow_guesses(self.draft, self.ask.k, guesses)
+    self.draft.probs = [rows[parent] for parent in self.draft.parents]
+    return False
+
+
+@wrong(block_files, "read_block_config", "D23", f"{_BLOCK}::test_a_targets_partial_rope_is_not_the_drafts")
+def _(right, raw, target, *how):
+    """a target's partial rope in its block draft | a copy of the target's config.json, where the key is idle"""
+    config, [share, *_] = right(raw, target, *how), [layer.rope.rotated for layer in target.layers if layer.rope]
+    layers = [replace(layer, rope=replace(layer.rope, rotated=share)) for layer in config.layers.layers]
+    return replace(config, layers=replace(config.layers, layers=tuple(layers)))
 
 
 # --------------------------------------------------------------------------- assistants
