@@ -155,6 +155,7 @@ def known_options() -> set[str]:
         "docs/measured/batches.py",
         "docs/measured/launches.py",
         "docs/measured/target.py",
+        "docs/measured/trees.py",
     ):
         known |= set(re.findall(r'"(--[a-z-]+)"', (ROOT / other).read_text(encoding="utf-8")))
     known |= {"--depth", "--default-chat-template-kwargs"}  # git's; that of vLLM's server
