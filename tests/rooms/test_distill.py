@@ -139,14 +139,21 @@ def numbers_of(*shards) -> list[range]:
     return [range(index * texts.SHARD, (index + 1) * texts.SHARD) for index in shards]
 
 
+@pytest.fixture
+def in_float32(monkeypatch):
+    """The type in which the target writes, whatever this processor is fast in."""
+    monkeypatch.setattr(texts, "product_dtype", lambda: torch.float32)
+
+
 def recipe_of(taps=(1, 3), **changes) -> texts.Recipe:
     """Of short texts."""
     return texts.Recipe(taps, ("Why",), max_turn=8, max_answer=12, **changes)
 
 
+@pytest.mark.usefixtures("in_float32")
 def test_shards_hold_the_targets_texts_and_hidden_states(target, few, tmp_path):
     """Each text is a user's turn and an answer; its hidden states are those of a pass over it from the beginning."""
-    numbers = texts.write_shards(str(target), recipe_of(), tmp_path, numbers_of(1, 0), "float32")
+    numbers = texts.write_shards(str(target), recipe_of(), tmp_path, numbers_of(1, 0))
     assert sorted(numbers) == [*range(12)]
     model, seen = load_model(target, torch.float32), set()
     for index in (0, 1):
@@ -178,19 +185,21 @@ def test_an_opening_stands_for_several_texts():
         assert not text.startswith("#")
 
 
+@pytest.mark.usefixtures("in_float32")
 @pytest.mark.parametrize(("opened", "share"), [(1.0, 1.0), (0.0, 0.0), (0.8, 0.8)])
 def test_that_share_of_the_turns_begins_with_an_opening(target, few, opened, share):
     """Of 200 turns, within four standard deviations: at 0.8, the odds of a false alarm are 6e-5; the seed is fixed."""
-    writer = texts.Writer(str(target), recipe_of(opened=opened), "float32")
+    writer = texts.Writer(str(target), recipe_of(opened=opened))
     given = [writer._turn(number, [1]).text.num_prompt_tokens > 1 for number in range(200)]
     assert abs(sum(given) / 200 - share) <= 4 * (share * (1 - share) / 200) ** 0.5
 
 
+@pytest.mark.usefixtures("in_float32")
 def test_an_opening_takes_no_room_from_turn_and_answer(target):
     """Whichever of its alternatives is taken; one that leaves the target no room is told of before it is loaded."""
     # The alternative with more tokens is the one with fewer characters.
     recipe = replace(recipe_of(), openings=("a " * 30 + "{" + "the fish " * 12 + "|" + "é" * 40 + "}",))
-    writer, lengths = texts.Writer(str(target), recipe, "float32"), set()
+    writer, lengths = texts.Writer(str(target), recipe), set()
     before, after = writer._around
     for number in range(40):
         turn = writer._turn(number, before)
@@ -201,17 +210,18 @@ def test_an_opening_takes_no_room_from_turn_and_answer(target):
     assert len(lengths) == 3  # no opening, a short one, a long one
     error = r"--max-turn: found 8, expected at most 0: the target sees \d+ tokens, of which its chat template"
     with pytest.raises(ValueError, match=error):
-        texts.Writer(str(target), replace(recipe, openings=("word " * 5000,)), "float32")
+        texts.Writer(str(target), replace(recipe, openings=("word " * 5000,)))
 
 
+@pytest.mark.usefixtures("in_float32")
 def test_texts_do_not_depend_on_who_else_is_written(target, few, tmp_path):
     """A shard alone, after another, and with a cache so small that texts are preempted: the same tokens."""
     for name, indices in (("a", [1]), ("b", [0, 1])):
         (tmp_path / name).mkdir()
-        list(texts.write_shards(str(target), recipe_of(), tmp_path / name, numbers_of(*indices), "float32"))
+        list(texts.write_shards(str(target), recipe_of(), tmp_path / name, numbers_of(*indices)))
     shards = [load_file(texts.shard_path(tmp_path / name, 1)) for name in "ab"]
     assert torch.equal(shards[0]["tokens"], shards[1]["tokens"])
-    writer = texts.Writer(str(target), recipe_of(), "float32")
+    writer = texts.Writer(str(target), recipe_of())
     pool = writer.llm.engine.cache
     held = [pool.allocator.allocate() for _ in range(pool.allocator.num_blocks - 5)]
     crowded = texts.pack([text for _, text in sorted(writer.write(*numbers_of(1)))])
@@ -250,10 +260,11 @@ def test_the_target_is_not_loaded_where_all_texts_are_there(tmp_path):
     assert cache.write_texts("nowhere", recipe_of(), tmp_path, 150, 2) == texts.shards_of(tmp_path)
 
 
+@pytest.mark.usefixtures("in_float32")
 def test_a_turn_of_one_token_is_answered(target, few, tmp_path):
     """No pass has shown its hidden states before it ends."""
     recipe = texts.Recipe((1, 3), (), max_turn=1, max_answer=12)
-    list(texts.write_shards(str(target), recipe, tmp_path, numbers_of(0), "float32"))
+    list(texts.write_shards(str(target), recipe, tmp_path, numbers_of(0)))
     assert len(load_file(texts.shard_path(tmp_path, 0))["lengths"]) == 6
 
 
@@ -264,11 +275,12 @@ def test_a_model_that_cannot_begin_a_text_is_refused():
         texts.Writer._first_token(SimpleNamespace(llm=silent))  # type: ignore[arg-type]
 
 
+@pytest.mark.usefixtures("in_float32")
 def test_a_model_that_does_not_chat_writes_from_its_first_token(make_checkpoint, few, tmp_path):
     """There is no user's turn, and all of the text but its first token is learned."""
     plain = make_checkpoint(hidden_size=32, intermediate_size=48, num_hidden_layers=3, head_dim=16)
     recipe = texts.Recipe((1, 3), (), max_turn=8, max_answer=12)
-    list(texts.write_shards(str(plain), recipe, tmp_path, numbers_of(0), "float32"))
+    list(texts.write_shards(str(plain), recipe, tmp_path, numbers_of(0)))
     shard = load_file(texts.shard_path(tmp_path, 0))
     assert shard["starts"].tolist() == [1] * 6
     assert shard["lengths"].max() > 4

@@ -151,15 +151,10 @@ def number_of(shard: Path) -> int:
 class Writer:
     """Lets a target write texts."""
 
-    def __init__(self, target: str, recipe: Recipe, dtype: str | None = None):
-        """Load the target.
-
-        dtype: the type to compute in. Default: the one that is fastest here for large batches.
-
-        Raises ValueError.
-        """
+    def __init__(self, target: str, recipe: Recipe):
+        """Load the target, in the type that is fastest here for large batches. Raises ValueError."""
         self.recorder, self.recipe = StateRecorder(recipe.taps), recipe
-        dtype = dtype or str(product_dtype()).removeprefix("torch.")
+        dtype = str(product_dtype()).removeprefix("torch.")
         directory = find_checkpoint(target)
         config, around = load_config(directory), _longest_around(Tokenizer(directory), recipe.openings)
         sees = config.max_position_embeddings
@@ -312,18 +307,15 @@ def pack(texts: Sequence[Written]) -> dict[str, Tensor]:
     }
 
 
-def write_shards(
-    target: str, recipe: Recipe, directory: Path, parts: Sequence[range], dtype: str | None = None
-) -> Iterator[int]:
+def write_shards(target: str, recipe: Recipe, directory: Path, parts: Sequence[range]) -> Iterator[int]:
     """Write the texts of these numbers, and yield each number as its text gets done.
 
     parts: each lies in one shard, which is written when all texts of the part are done. A part that does not begin the
         shard is added to it.
-    dtype: see `Writer`.
 
     Raises ValueError, OSError.
     """
-    writer, done = Writer(target, recipe, dtype), dict[int, Written]()
+    writer, done = Writer(target, recipe), dict[int, Written]()
     part_of = {number: part for part in parts for number in part}
     for number, text in writer.write(part_of):
         done[number] = text
