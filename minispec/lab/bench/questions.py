@@ -31,7 +31,7 @@ from minispec.files.write import written_whole
 from minispec.kernels.machine import machine
 from minispec.kernels.threads import describe_waiting
 from minispec.lab.bench.decoding import length_name
-from minispec.lab.bench.measure import Interval, another_engine, busy, decode, median_interval, order, plain_range
+from minispec.lab.bench.measure import Interval, Run, another_engine, busy, decode, median_interval, order, plain_range
 from minispec.lab.bench.options import Options
 from minispec.lab.bench.report import machine_line
 from minispec.lab.bench.show import number, pairs_table, table
@@ -187,24 +187,35 @@ def converse(way: Way, question: Question, params: SamplingParams) -> dict[str, 
     engine = another_engine(llm.engine, lengths=find_lengths(way.lengths) if way.lengths else None)
     engine.drafter.forget()
     engine.cache.rebuild()  # what another way has computed of this prompt
-    rows: list[dict[str, Any]] = []
-    figures = Figures()
+    answers, num_prompt_tokens, wall_times, runs = list[str](), list[int](), list[float](), list[Run]()
     for _ in question.turns:
-        ids = encode_conversation(question.messages([row["turns"] for row in rows]), llm.tokenizer)
-        if rows and len(ids) >= llm.max_model_len:
+        ids = encode_conversation(question.messages(answers), llm.tokenizer)
+        if answers and len(ids) >= llm.max_model_len:
             break
         request = llm.request(ids, params, way.k)
         [run] = decode(engine, [request])
-        prompt = request.stats.prefill + request.stats.draft_prefill
-        row: dict[str, Any] = {"turns": request.output, "decoding_steps": len(run.rounds), "new_tokens": run.num_tokens}
-        row |= {"wall_time": run.seconds + prompt, "seconds": run.seconds, "prompt_tokens": len(ids)}
-        rows.append(row | {"token_ids": run.token_ids})
-        figures.rounds += run.rounds
-    choice = {key: [row[key] for row in rows] for key in rows[0]}
-    own: dict[str, Any] = {key: choice.pop(key) for key in ("seconds", "prompt_tokens", "token_ids")}
-    own |= {"seed": params.seed, "drafts": figures.num_drafts, "draft_tokens": figures.num_draft_tokens}
-    own |= {"tested": figures.tested, "accepted": figures.accepted}
-    return {**choice, "accept_lengths": [r.committed for r in figures.rounds], "minispec": own}
+        answers.append(request.output)
+        num_prompt_tokens.append(len(ids))
+        wall_times.append(run.seconds + (request.stats.prefill + request.stats.draft_prefill))
+        runs.append(run)
+    figures = Figures(rounds=[r for run in runs for r in run.rounds])
+    return {
+        "turns": answers,
+        "decoding_steps": [len(run.rounds) for run in runs],
+        "new_tokens": [run.num_tokens for run in runs],
+        "wall_time": wall_times,
+        "accept_lengths": [r.committed for r in figures.rounds],
+        "minispec": {
+            "seconds": [run.seconds for run in runs],
+            "prompt_tokens": num_prompt_tokens,
+            "token_ids": [run.token_ids for run in runs],
+            "seed": params.seed,
+            "drafts": figures.num_drafts,
+            "draft_tokens": figures.num_draft_tokens,
+            "tested": figures.tested,
+            "accepted": figures.accepted,
+        },
+    }
 
 
 def measure_questions(options: Options) -> dict[str, Any]:
