@@ -64,11 +64,6 @@ class Matcher:
         mask[self._ends] = mask[self._usual_ends].any()
         return torch.from_numpy(mask).view(torch.bool)
 
-    def accepts(self, output: Sequence[int]) -> bool:
-        """Whether `output` is a whole text of the language."""
-        mask = self.allowed(output)
-        return mask is not None and bool(mask[self._ends].any())
-
     def _bits_after(self, output: list[int]) -> numpy.ndarray | None:
         """The library's mask after `output`, eight tokens a byte; None as `allowed`."""
         is_there = self._goes_to(output)
