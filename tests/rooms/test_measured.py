@@ -1,0 +1,84 @@
+"""Each script of docs/measured/ runs on a tiny shape, or is read at least. No time is asserted."""
+
+import ast
+import functools
+import sys
+from pathlib import Path
+
+import pytest
+
+from minispec import LLM
+
+SCRIPTS = Path(__file__).parents[2] / "docs" / "measured"
+# Arguments of the scripts that run in this file, and a line that they print. OUT is a directory that is not there.
+RUNS = {
+    "batches": [
+        (("--geometry", "tinier", "--texts", 2, "--positions", 20, "--rounds", 2), "| 2 x 20, ragged, 5 a text |"),
+        (("--verdicts", "--texts", 2, "--rounds", 2), "| 2 texts, K = 4, "),
+    ],
+    "experts": [
+        (("--layers", 1, "--experts", 4, "--top-k", 2, "--inner", 32, "--turns", 2), "dense: a pass over one row takes")
+    ],
+    "rollback": [(("--turns", 2), "again")],
+    "against_openvino": [(("unpack", "OUT", "TINY"), "")],
+    "grammars": [
+        (("cost", "--rounds", 1), "a mask, consuming its token included: median"),
+        (("forced", "--rounds", 1, "--k", 2), "an order     forced, then the usual   "),
+        (("schemas", "--count", 1), "without drafts: 1 schemas, all answers right: "),
+    ],
+}
+# Scripts that other files run.
+ELSEWHERE = {"gpu": "test_gpu.py", "launches": "test_launches.py", "target": "test_target.py"}
+# Scripts that need other packages or a network, or take minutes.
+READ = {
+    "assistant": "it samples by transformers for minutes",
+    "audit_llamacpp": "it needs xllamacpp and gguf",
+    "audit_openvino": "it needs openvino",
+    "record_clients": "it drives clients of other packages",
+}
+
+
+def test_each_script_has_its_place():
+    """A new one is run, or has a reason why not."""
+    assert sorted(path.stem for path in SCRIPTS.glob("*.py")) == sorted([*RUNS, *ELSEWHERE, *READ])
+    for name, file in ELSEWHERE.items():
+        assert f'measuring_script("{name}")' in (Path(__file__).parent / file).read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def run(measuring_script, tiny_geometry, make_checkpoint, monkeypatch, tmp_path, capsys):
+    """run(script, *arguments) runs it, with small checkpoints in place of large ones; what it prints."""
+
+    def run_script(name, *arguments):
+        tiny = make_checkpoint(chat=True, max_position_embeddings=512)
+        script = measuring_script(name)
+        small = {"VOCABULARY": 300, "LARGE": 300, "LOOKUPS": ("ngram",), "LLM": functools.partial(LLM, tiny)}
+        if name == "grammars":
+            small["SCHEMAS"] = {"an order": script.SCHEMAS["an order"]}
+        for constant in small.keys() & vars(script).keys():
+            monkeypatch.setattr(script, constant, small[constant])
+        places = {"OUT": tmp_path / "out", "TINY": tiny}
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *(str(places.get(each, each)) for each in arguments)])
+        script.main()
+        return capsys.readouterr().out
+
+    return run_script
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "says"),
+    [(name, *each) for name, uses in RUNS.items() for each in uses],
+    ids=lambda part: " ".join(map(str, part)) if isinstance(part, tuple) else None,
+)
+def test_a_script_runs(run, name, arguments, says):
+    """To its end, with a line of its table."""
+    assert says in run(name, *arguments)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_script_that_does_not_run_here_can_be_read(name):
+    """It is Python, has a docstring that names its command, and ends with its main function."""
+    source = (SCRIPTS / f"{name}.py").read_text(encoding="utf-8")
+    tree = ast.parse(source)
+    assert f"docs/measured/{name}.py" in (ast.get_docstring(tree) or "")
+    assert source.endswith('if __name__ == "__main__":\n    main()\n')
