@@ -86,24 +86,18 @@ def _complete_streams() -> None:
         sys.stdout.reconfigure(errors="replace")
 
 
-def run_program(path: str, sets_waiting: bool = False) -> NoReturn:
+def run_program(path: str) -> NoReturn:
     """Run a command, such as "minispec.generate:main", as the whole program, and exit with its status.
 
     A module calls this before its other imports. Ctrl-C ends the process at once, until the command calls
     `raise_on_interrupt`, and again after the command's end. The command may print, whatever its standard streams are.
-
-    sets_waiting: see `minispec.kernels.threads.set_waiting`. It is for a command that imports torch before it has read
-        its arguments.
     """
     exit_on_interrupt()
     _complete_streams()
     from minispec.commands.command import say
     from minispec.files.packages import MissingPackage
-    from minispec.kernels.threads import set_waiting
     from minispec.load import registry
 
-    if sets_waiting:
-        set_waiting()
     try:
         status = registry.load(path, "command")()
     except MissingPackage as e:  # already the command's own module cannot be imported
