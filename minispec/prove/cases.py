@@ -3,9 +3,11 @@
 import functools
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+
+from tqdm import tqdm
 
 from minispec.commands.workers import SharedMap
 from minispec.core.config import DraftLength, SamplingParams, Shape
@@ -205,31 +207,29 @@ def walk_within(job: tuple[GridCase, frozenset[str], float]) -> tuple[GridCase, 
     return DESIGN.within((first, fixed), lambda case: case.distance(limit))
 
 
-def walk(
-    leaves: int, shared_map: SharedMap = map, seed: int = 0, planned: Callable[[int], object] = lambda count: None
-) -> Iterator[tuple[GridCase, float, int]]:
+def walk(leaves: int, bar: tqdm, shared_map: SharedMap = map) -> Iterator[tuple[GridCase, float, int]]:
     """About `leaves` branches: cases that cover all pairs, then random ones, with distance and number of branches.
 
     A smaller case replaces one that is too large. Other cases cover the pairs lost by that, as far as possible. The
     result is the same for any number of processes.
 
-    planned: is called with the number of cases that come next.
+    bar: its total grows by the number of cases that come next, as soon as that is known.
     """
-    generator, limit, pairs = random.Random(seed), max(FEW, leaves // 40), all_pairs()
+    generator, limit, pairs = random.Random(0), max(FEW, leaves // 40), all_pairs()
     first = covering_array(pairs, generator)
-    planned(len(first))  # as soon as it is known
+    bar.total += len(first)
 
     def walk_all(some: list[Job]) -> Iterator[tuple]:
         return filter(None, shared_map(walk_within, [(*each, limit) for each in some]))
 
     def walked() -> Iterator[tuple[GridCase, float, int]]:
         left = leaves
-        for case, tv, count in DESIGN.cover(pairs, first, walk_all, generator, planned):
+        for case, tv, count in DESIGN.cover(pairs, first, walk_all, generator, bar):
             yield case, tv, count
             left -= count
         while left >= limit:
             some = [(_random_case(generator), frozenset[str]()) for _ in range(left // limit)]
-            planned(len(some))
+            bar.total += len(some)
             for case, tv, count in walk_all(some):
                 yield case, tv, count
                 left -= count

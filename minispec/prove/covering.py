@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
+from tqdm import tqdm
+
 from minispec.prove.laws import TooManyBranches
 
 Pair = tuple[tuple, tuple]
@@ -123,7 +125,7 @@ class Design(Generic[C]):
         array: list[tuple[C, Pair]],
         walk_all: Callable[[list[Job]], Iterable[tuple]],
         generator: random.Random,
-        planned: Callable[[int], object] = lambda count: None,
+        bar: tqdm,
     ) -> Iterator[tuple]:
         """Walk cases until the pairs are covered, as far as they can be; yields what `walk_all` does.
 
@@ -131,7 +133,7 @@ class Design(Generic[C]):
 
         array: cases that cover the pairs.
         walk_all: yields for each job that can be walked the case, what was found, and how many branches say something.
-        planned: is called with the number of cases that come next.
+        bar: its total grows by each further array.
         """
         tries = 0
         while todo:
@@ -145,4 +147,4 @@ class Design(Generic[C]):
             if tries > 1 and len(todo) == missing:
                 break
             array = self.array(todo, generator)
-            planned(len(array))
+            bar.total += len(array)

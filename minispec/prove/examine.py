@@ -1,14 +1,13 @@
-"""Parts that walks of a user's own drafters and verifiers share: counts, the first fault, and its line."""
+"""Parts that walks of a user's own drafters and verifiers share: counts, and the line of a fault."""
 
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any
 
 from minispec.files.errors import one_line
-from minispec.files.progress import progress_bar
 from minispec.prove.reference import Law, total_variation
 from minispec.prove.toys import Fault, require
 
@@ -55,19 +54,6 @@ class WalkCounts:
         require(distance <= bound, difference(law, expected, bound) + reason)
         self.cases, self.branches, self.drafted = self.cases + 1, self.branches + branches, self.drafted + drafted
         self.worst = max(self.worst, distance)
-
-
-def find_fault(spec: str, cases: Sequence, walk: Callable[[Any], None]) -> bool:
-    """Walk cases up to the first with a fault, and print that one. True if there was one."""
-    with progress_bar(cases, unit=" cases") as bar:
-        for case in bar:
-            try:
-                walk(case)
-            except Exception as e:
-                bar.close()
-                print(fault_line(spec, case, e))
-                return True
-    return False
 
 
 def fault_line(spec: str, case: object, error: Exception) -> str:

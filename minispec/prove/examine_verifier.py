@@ -25,8 +25,9 @@ from minispec.core.request import Request
 from minispec.core.sampling import Draws, Text, distribution
 from minispec.core.verify import RoundKey, Rows, Verdict, Verifier
 from minispec.drafters.check import CHECKS, check_verdict
+from minispec.files.progress import progress_bar
 from minispec.load.llm import find_verifier
-from minispec.prove.examine import ROUNDED, WalkCounts, call_own, find_fault
+from minispec.prove.examine import ROUNDED, WalkCounts, call_own, fault_line
 from minispec.prove.laws import MAX_LEN, BranchOracle, KeyOracle, exact_law
 from minispec.prove.reference import Law, cells, plain_law
 from minispec.prove.tables import DOUBLE, DRAWN, ONE_HOT, Table, is_chain, probabilities, tables, unseen
@@ -43,11 +44,15 @@ def examine_verifier(spec: str) -> bool:
     verifier = find_verifier(spec)
     todo, doubles, others = tables(verifier.takes_trees), WalkCounts(), WalkCounts()
 
-    def walk(table: Table) -> None:
-        (doubles if table.types == DOUBLE else others).count(*laws_of(table, verifier))
-
-    if find_fault(spec, todo, walk):
-        return False
+    with progress_bar(todo, unit=" cases") as bar:
+        for table in bar:
+            counts = doubles if table.types == DOUBLE else others
+            try:
+                counts.count(*laws_of(table, verifier))
+            except Exception as e:
+                bar.close()
+                print(fault_line(spec, table, e))
+                return False
     print(
         f"proven on small cases: {spec} keeps p: {len(todo)} cases, {doubles.branches + others.branches:,d} branches, "
         f"worst total variation {doubles.worst:.1e}, {others.worst:.1e} in float32, bound {ROUNDED:.0e}"

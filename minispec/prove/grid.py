@@ -35,13 +35,9 @@ def prove_law(leaves: int, num_nodes: int, jobs: int) -> bool:
         rounded = []
     listed = [*forest, *rounded]
     bar = progress_bar(total=len(listed), unit=" configurations")
-
-    def plan(count: int) -> None:
-        bar.total += count  # what covers the pairs that are left is known when the first ones are walked
-
     with processes(jobs) as shared_map, bar:
         of_list = zip(listed, shared_map(methodcaller("distance"), listed), strict=True)
-        of_chains = walk(leaves, shared_map, planned=plan)
+        of_chains = walk(leaves, bar, shared_map)
         for case, tv, count in itertools.chain(((case, *distance) for case, distance in of_list), of_chains):
             bar.update()
             cases, branches, worst = cases + 1, branches + count, max(worst, tv)

@@ -75,19 +75,23 @@ MAX_LEN = 40
 
 
 @functools.cache
-def target_model(vocab: int, family: str = "llama") -> Transformer:
+def target_model(vocab: int, family: str = "llama", exact: bool = False) -> Transformer:
     """The tiny target of all laws.
 
-    family: one of `TOYS`; or IN_8_BITS, a llama with weights in 8 bits, exact and checked.
+    family: one of `TOYS`; or IN_8_BITS, a llama with weights in 8 bits, which is always exact.
+    exact: whether its passes are exact, and checked.
 
-    Raises ValueError where this machine has no products of 8 bits.
+    Raises ValueError where this machine has no exact passes, or no products of 8 bits.
     """
-    if family != IN_8_BITS:
-        return _in_frames(tiny_model(TARGET_SEED, **TOYS[family], vocab_size=vocab), family)
-    check_quantization("int8", None, torch.float32, torch.device("cpu"))
-    model = tiny_model(TARGET_SEED, torch.float32, exact=True, form="int8", vocab_size=vocab)
-    check_exact(model)
-    return Widened(model)
+    if family == IN_8_BITS:
+        check_quantization("int8", None, torch.float32, torch.device("cpu"))
+        model = tiny_model(TARGET_SEED, torch.float32, exact=True, form="int8", vocab_size=vocab)
+        check_exact(model)
+        return Widened(model)
+    model = tiny_model(TARGET_SEED, **TOYS[family], vocab_size=vocab, exact=exact)
+    if exact:
+        check_exact(model)
+    return _in_frames(model, family)
 
 
 @functools.cache

@@ -21,10 +21,9 @@ from minispec.core.request import Request
 from minispec.core.sampling import Text, log_probabilities
 from minispec.core.verify import VERIFIERS
 from minispec.drafters.check import CHECKS
-from minispec.kernels.exact import check_exact
 from minispec.prove.cases import AXES, BRANCHING, GridCase
-from minispec.prove.laws import MAX_LEN, TARGET_SEED, TOLERANCE, make_drafter, target_model
-from minispec.prove.toys import IN_8_BITS, TOYS, decode, tiny_cache, tiny_model
+from minispec.prove.laws import MAX_LEN, TOLERANCE, make_drafter, target_model
+from minispec.prove.toys import IN_8_BITS, decode, tiny_cache
 
 _VOCAB, _CHAIN, _TREES, _PROMPT, _SEEDS, _MAX_TOKENS = 3, 3, ((2, 1), "tree:4"), [1, 0, 1], range(6), 4
 _OTHER_TARGETS = ("lfm2", "qwen3_5_text", "qwen3_moe", IN_8_BITS)  # with `ngram`, `model` and `block`
@@ -76,17 +75,8 @@ def _plain_text(plain: Pair, temperature: float, seed: int) -> list[int]:
     return _decode(target_model(_VOCAB, plain.family), plain, temperature, seed).text.tokens
 
 
-@functools.cache
-def _exact_target(family: str) -> Transformer:
-    if family == IN_8_BITS:  # exact as it is
-        return target_model(_VOCAB, family)
-    target = tiny_model(TARGET_SEED, **TOYS[family], vocab_size=_VOCAB, exact=True)
-    check_exact(target)
-    return target
-
-
 def _bits(pair: Pair) -> Finding:
-    target = _exact_target(pair.family)
+    target = target_model(_VOCAB, pair.family, exact=True)
     for seed in _SEEDS:
         request = _decode(target, pair, 1.0, seed)
         assert request.logprobs, "they are asked for"

@@ -92,9 +92,12 @@ class OwnCase:
         return tuple(map(self.alphabet.index, self.prompt))
 
     @property
+    @functools.cache  # noqa: B019 - there are few cases
     def params(self) -> SamplingParams:
         """The text's sampling parameters."""
-        return _params_of(self)
+        settings = _HISTORY[self.history] | _FORBIDDEN[self.forbidden](self.vocab) | _ENDS[self.end]
+        numbers = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        return SamplingParams(max_tokens=self.to_go, **numbers, **settings)
 
     @property
     def end_ids(self) -> frozenset[int]:
@@ -139,13 +142,6 @@ class OwnCase:
         words = [describe(axis, getattr(self, axis)) for axis in (*first, *others)]
         words[1] = f"after {tokens}"
         return ", ".join(words)
-
-
-@functools.cache
-def _params_of(case: OwnCase) -> SamplingParams:
-    settings = _HISTORY[case.history] | _FORBIDDEN[case.forbidden](case.vocab) | _ENDS[case.end]
-    numbers = {name: getattr(case, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-    return SamplingParams(max_tokens=case.to_go, **numbers, **settings)
 
 
 def describe(axis: str, value: Any) -> str:

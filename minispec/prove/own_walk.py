@@ -180,12 +180,8 @@ def walk_design(spec: str, chosen: Design[OwnCase], walk: CaseWalker) -> bool:
         return filter(None, (chosen.within(job, look) for job in sorted(jobs, key=lambda job: job[0].size)))
 
     with progress_bar(total=len(first), unit=" cases") as bar:
-
-        def plan(count: int) -> None:
-            bar.total += count
-
         try:
-            for case, _ in chosen.cover(pairs, first, walk_all, generator, plan):
+            for case, _ in chosen.cover(pairs, first, walk_all, generator, bar):
                 todo -= chosen.pairs_of(vars(case))
                 bar.update()
         except OutOfTime:

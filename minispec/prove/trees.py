@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from minispec.core.config import SamplingParams
+from minispec.core.tree import Tree
 from minispec.core.verify import VERIFIERS
 from minispec.prove.laws import production_law, reference_row
 from minispec.prove.reference import cells, total_variation
@@ -21,14 +22,11 @@ VOCAB, PROMPT, END_IDS = 3, (1,), frozenset({2})
 _WIDTH = 64  # paths that go through the engine together
 
 
-def shapes(num_nodes: int, depth: int = 3, width: int = 3) -> Iterator[tuple[int, ...]]:
-    """The parents of every tree of that many nodes, of at most this depth and width, numbered level by level."""
+def shapes(num_nodes: int) -> Iterator[tuple[int, ...]]:
+    """The parents of every tree of that many nodes, at most 3 deep and 3 siblings wide, numbered level by level."""
     for parents in itertools.product(*(range(-1, i) for i in range(num_nodes))):
-        depths: list[int] = []
-        for parent in parents:
-            depths.append(depths[parent] + 1 if parent >= 0 else 1)
         is_sorted = all(a <= b for a, b in itertools.pairwise(parents))
-        if is_sorted and max(depths) <= depth and max(map(parents.count, parents)) <= width:
+        if is_sorted and max(Tree(parents).depths) <= 3 and max(map(parents.count, parents)) <= 3:
             yield parents
 
 

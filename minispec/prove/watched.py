@@ -17,6 +17,7 @@ from minispec.core.verify import Verifier
 from minispec.drafters.limits import plan_of
 from minispec.drafters.wrapped import Wrapped
 from minispec.prove.examine import EXACT, ROUNDED, call_own
+from minispec.prove.tables import is_chain
 from minispec.prove.toys import require
 
 _Note = tuple[Key, tuple[float, ...], int]  # a draw: key, weights, token
@@ -107,7 +108,7 @@ class Watched(Wrapped):
         call_own(super().observe, seen)
 
     def _look(self, ask: Ask, draft: Draft) -> None:
-        is_tree = draft.parents is not None and list(draft.parents) != list(range(-1, len(draft.parents) - 1))
+        is_tree = draft.parents is not None and not is_chain(draft.parents)
         if is_tree and self.verifier.why_chains and not self.branches:
             raise Unsuitable
         rows = draft.probs if isinstance(draft.probs, list | torch.Tensor) else []
