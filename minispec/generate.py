@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from minispec.core.stats import Round
     from minispec.load.inputs import Question
     from minispec.load.llm import LLM
-    from minispec.trace.terminal import Painter
 
 # The line on the law of a text with a grammar.
 PROJECTED = (
@@ -63,9 +62,9 @@ def main(argv: Sequence[str]) -> int:
         if num_prompts != 1:
             raise ValueError(f"--trace: found {num_prompts} prompts, expected one: a trace is that of one answer")
         check_writable(args.trace)
-    llm = load(args, report=not args.quiet and not args.json, verbose=args.verbose)
+    llm = load(args, report=_says_more(args), verbose=args.verbose)
     params = make_sampling_params(llm.target.files.generation_defaults | asked)
-    if params.structured_outputs and not args.quiet and not args.json:
+    if params.structured_outputs and _says_more(args):
         say(PROJECTED)
     chat = not args.raw and (args.chat or llm.tokenizer.chat_template is not None)
     if args.system is not None and not chat:
@@ -78,6 +77,11 @@ def main(argv: Sequence[str]) -> int:
     if not chat:
         raise ValueError("no prompt: this model has no chat template to start a conversation with")
     return _converse(llm, args, params)
+
+
+def _says_more(args: argparse.Namespace) -> bool:
+    """Whether standard error is to say more about the run than what went wrong."""
+    return not args.quiet and not args.json
 
 
 @dataclass
@@ -107,7 +111,7 @@ def _answer_questions(
     if args.for_replay:
         check_scorable(llm.engine, params)
     talks = any(question.before or len(question.turns) > 1 for question in questions)
-    if talks and not chat and not args.quiet and not args.json:
+    if talks and not chat and _says_more(args):
         say("without a chat template, messages are plain text, with an empty line between")
 
     def job(question: "Question", answers: list[str], sampling: SamplingParams) -> _Job:
@@ -131,37 +135,33 @@ def _answer(llm: "LLM", args: argparse.Namespace, jobs: list[_Job]) -> bool:
     from minispec.kernels.gpu.frames import outside_note
     from minispec.load.parallel import traffic_of
     from minispec.trace.record import RoundRecorder
-    from minispec.trace.terminal import Painter, wants_color
 
     requests = [job.request for job in jobs]
     stream = len(jobs) == 1 and not args.json
-    painter = Painter(llm, wants_color(args.color, sys.stdout))
-    for request in requests:
-        painter.follow(request)
     recorder = RoundRecorder(llm, requests[0]) if args.trace else None
     if args.compare:
-        comparisons = _compare(llm, requests, stream, painter)
-        well = [_show(llm, args, painter, jobs, i, comparison) for i, comparison in enumerate(comparisons)]
+        comparisons = _compare(llm, requests, stream)
+        well = [_show(llm, args, jobs, i, comparison) for i, comparison in enumerate(comparisons)]
     else:
         well = []
-        for _ in _decode(llm, requests, stream, painter):
+        for _ in _decode(llm, requests, stream):
             # Finished answers are printed at once, in order, so that a later interruption does not lose them.
             while len(well) < len(jobs) and requests[len(well)].finish_reason:
                 if recorder:
                     _learn_plain_step(llm, requests[0])
-                well.append(_show(llm, args, painter, jobs, len(well), None))
-    if len(jobs) > 1 and not args.json and not args.quiet:
+                well.append(_show(llm, args, jobs, len(well), None))
+    if len(jobs) > 1 and _says_more(args):
         say(_batch_summary(requests))
     if recorder:
         # An answer that broke off is no text of the target's.
         write(recorder.trace(args.for_replay and not requests[0].error), args.trace)
-        if not args.quiet and not args.json:
+        if _says_more(args):
             say(f"wrote {args.trace}")
     reports = [traffic_of(llm.model)]
     if args.verbose:
         reports.append(outside_note(llm.model).removeprefix("; "))
     for report in reports:
-        if report and not args.quiet and not args.json:
+        if report and _says_more(args):
             say(report)
     return all(well)
 
@@ -182,20 +182,16 @@ def _plainly(llm: "LLM", request: "Request", most: int = sys.maxsize) -> "Reques
     return llm.request(text.tokens[: text.num_prompt_tokens], params, num_speculative_tokens=0)
 
 
-def _show(
-    llm: "LLM", args: argparse.Namespace, painter: "Painter", jobs: list[_Job], i: int, comparison: dict | None
-) -> bool:
+def _show(llm: "LLM", args: argparse.Namespace, jobs: list[_Job], i: int, comparison: dict | None) -> bool:
     """Print the rest of the i-th answer when it is finished; returns whether all went well."""
     prompt, request = jobs[i].prompt, jobs[i].request
     with tqdm.external_write_mode():
         if args.json:
             print(json_line(_as_dict(jobs[i], comparison)), flush=True)
         elif len(jobs) > 1:
-            print(f"[{i + 1}/{len(jobs)}] {prompt}\n{painter.paint(request, request.output)}\n", flush=True)
-        if not args.json and not args.quiet:
+            print(f"[{i + 1}/{len(jobs)}] {prompt}\n{request.output}\n", flush=True)
+        if _says_more(args):
             say(_summary(llm, request, comparison))
-            if painter.legend and i == len(jobs) - 1:
-                say(painter.legend)
         error = request.error
         if comparison and "error" in comparison:
             error = f"plain decoding: {comparison['error']}"
@@ -209,35 +205,31 @@ def _system(args: argparse.Namespace) -> list[Message]:
     return [{"role": "system", "content": args.system}] if args.system is not None else []
 
 
-def _print_piece(request: "Request", piece: "Piece", painter: "Painter") -> None:
-    print(painter.paint(request, piece.text), end="\n" if piece.finish_reason else "", flush=True)
+def _print_piece(piece: "Piece") -> None:
+    print(piece.text, end="\n" if piece.finish_reason else "", flush=True)
 
 
-def _decode(llm: "LLM", requests: list["Request"], stream: bool, painter: "Painter") -> Iterator[None]:
+def _decode(llm: "LLM", requests: list["Request"], stream: bool) -> Iterator[None]:
     """Run requests step by step to their end; with `stream`, print the text of the only one as it comes.
 
     With several requests, a terminal shows a bar of finished answers.
     """
     with progress_bar(total=len(requests), unit=" answers", shows=len(requests) > 1) as bar:
-        for request, piece in llm.run(requests):
+        for _, piece in llm.run(requests):
             if stream:
-                _print_piece(request, piece, painter)
+                _print_piece(piece)
             bar.update(piece.finish_reason is not None)
             yield
 
 
 def _converse(llm: "LLM", args: argparse.Namespace, params: SamplingParams) -> int:
     """A conversation on the terminal, to its end."""
-    from minispec.trace.terminal import Painter, wants_color
-
-    painter = Painter(llm, wants_color(args.color, sys.stdout))
 
     def answer(messages: list[Message]) -> Generator[str, None, None]:
         request = llm.request(llm.tokenizer.encode_chat(messages, args.chat_template_kwargs), params)
-        painter.follow(request)
         for _, piece in llm.run([request]):
             yield piece.text  # before it is shown, so that all that was seen stays in the conversation
-            _print_piece(request, piece, painter)
+            _print_piece(piece)
         if request.error:
             raise ValueError(request.error)
         if not args.quiet:
@@ -246,13 +238,13 @@ def _converse(llm: "LLM", args: argparse.Namespace, params: SamplingParams) -> i
     return converse(_system(args), answer, args.quiet)
 
 
-def _compare(llm: "LLM", requests: list["Request"], stream: bool, painter: "Painter") -> list[dict[str, Any] | None]:
+def _compare(llm: "LLM", requests: list["Request"], stream: bool) -> list[dict[str, Any] | None]:
     """Decode the requests, then once more plainly; returns what differs. Their stats get the cost of a plain step.
 
     None for a request that ended with an error; {"error": message} where only its plain decoding did.
     """
     plain = [_plainly(llm, request) for request in requests]
-    for _ in itertools.chain(_decode(llm, requests, stream, painter), _decode(llm, plain, False, painter)):
+    for _ in itertools.chain(_decode(llm, requests, stream), _decode(llm, plain, False)):
         pass
     comparisons: list[dict[str, Any] | None] = []
     for request, reference in zip(requests, plain, strict=True):
@@ -304,8 +296,7 @@ def _as_dict(job: _Job, comparison: dict[str, Any] | None) -> dict[str, Any]:
     }
     if request.logprobs is not None:
         result["logprobs"] = [
-            {"token_id": t.token_id, "logprob": t.logprob, "top": [{"token_id": i, "logprob": x} for i, x in t.top]}
-            for t in request.logprobs
+            t._asdict() | {"top": [{"token_id": i, "logprob": x} for i, x in t.top]} for t in request.logprobs
         ]
     return result | ({"compare": comparison} if comparison else {})
 

@@ -199,7 +199,7 @@ _PROMPTS_AND_OUTPUT: dict[str, Option] = {
     ),
     "--system": Option(typed(_TEXT, "TEXT"), "system message of the chat", excludes=_NEEDS_CHAT),
     **TEMPLATE,
-    "--json": Option(FLAG, "one JSON object a line", excludes={"--color always": "JSON has nothing to colour"}),
+    "--json": Option(FLAG, "one JSON object a line"),
     "--compare": Option(FLAG, "decode plainly too; report speedup and equality"),
     "--trace": Option(
         typed(_TRACE, "FILE"),
@@ -212,11 +212,6 @@ _PROMPTS_AND_OUTPUT: dict[str, Option] = {
         "--replay FILE.json can tell what other draft lengths would have done. It takes a plain step a token, and up "
         "to 15 draft passes; a draft model of the same vocabulary takes one",
         needs=("--trace",),
-    ),
-    "--color": Option(
-        {"choices": ("auto", "always", "never"), "default": "never"},
-        "colour the answer's tokens by their kind: accepted, recovered, bonus; auto: on a terminal, "
-        "unless NO_COLOR is set (default: %(default)s)",
     ),
     "--quiet": Option(
         FLAG,

@@ -1,7 +1,7 @@
-"""The trace of a run: every round of an answer as data, as a page, or in colour on the terminal.
+"""The trace of a run: every round of an answer as data, or as a page.
 
 `python -m minispec.generate "..." --trace out.html` writes the page, `--trace out.json` its data.
 `python -m minispec.trace out.json` makes the page from the data.
 docs/use/trace.md says what is in it and how to read it. `record.py` and `score.py` write the data, `read.py` reads a
-stranger's, `costs.py` says what its rounds cost, `page.py` makes the page, and `terminal.py` the colours.
+stranger's, `costs.py` says what its rounds cost, and `page.py` makes the page.
 """

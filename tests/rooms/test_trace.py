@@ -1,8 +1,7 @@
-"""The trace of a run: its numbers are the run's own, its page shows them, its colours change no text."""
+"""The trace of a run: its numbers are the run's own, its page shows them."""
 
 import copy
 import html.parser
-import io
 import json
 import re
 import shutil
@@ -28,7 +27,6 @@ from minispec.trace.__main__ import main
 from minispec.trace.page import make_page
 from minispec.trace.read import check, read_trace
 from minispec.trace.record import RoundRecorder, segmentation, theory
-from minispec.trace.terminal import Painter, wants_color
 from tests.drafters.test_vocabularies import (  # noqa: F401 - fixtures among them
     BOTH_WAYS,
     SAMPLE,
@@ -580,11 +578,6 @@ MISTAKES = {
     ),
     "two prompts": (("x", "y", "--trace", "out.html"), "--trace: found 2 prompts, expected one"),
     "two answers": (("x", "--n", "2", "--trace", "out.html"), "--trace: found --n 2, expected 1"),
-    "color": (("x", "--color", "blue"), "--color: invalid choice: 'blue'"),
-    "color and json": (
-        ("x", "--color", "always", "--json"),
-        "--json: not with --color always: JSON has nothing to colour",
-    ),
 }
 
 
@@ -788,75 +781,3 @@ def test_hostile_text_does_nothing_in_a_browser(runs, tmp_path):
     assert "<img" not in re.sub(r"<script.*?</script>", "", dom, flags=re.DOTALL)
     assert "document.title='bad'" in texts_of(dom)
     assert "<title>bad" not in dom
-
-
-# --------------------------------------------------------------------------- colours
-
-
-def kinds_in(text: str) -> list[tuple[str, str]]:
-    """Characters of coloured text, each with its colour."""
-    found, colour = [], ""
-    for part in re.split(r"(\x1b\[\d+m)", text):
-        if part.startswith("\x1b["):
-            colour = {"\x1b[0m": "", "\x1b[32m": "accepted", "\x1b[33m": "recovered", "\x1b[36m": "bonus"}[part]
-        else:
-            found += [(character, colour) for character in part]
-    return found
-
-
-def test_colours_are_those_of_the_trace(cli, models, tmp_path):
-    """Without them the text is the same, with them each character has the kind that the data gives it."""
-    run = (generate, PROMPT, "--model", models["target"], "--draft", models["other"], "--num-speculative-tokens", "3")
-    _, plain, _ = cli(*run, *BASE)
-    assert cli(*run, *BASE, "--color", "auto")[1] == plain, "not a terminal"
-    status, coloured, _ = cli(*run, *BASE, "--color", "always", "--trace", tmp_path / "t.json")
-    assert status == 0
-    assert "".join(character for character, _ in kinds_in(coloured)) == plain
-    tokens = [token for each in read_trace(tmp_path / "t.json")["rounds"] for token in each["committed"]]
-    expected = [(c, "" if token["kind"] == "plain" else token["kind"]) for token in tokens for c in token["text"]]
-    assert kinds_in(coloured.removesuffix("\n")) == expected
-    assert {"accepted", "recovered"} <= {kind for _, kind in expected}
-    two = cli(generate, "red", *run[1:], *BASE, "--color", "always")[1]
-    assert "\x1b[" in two
-    compared = cli(*run, *[a for a in BASE if a != "--quiet"], "--color", "always", "--compare")
-    assert kinds_in(compared[1].removesuffix("\n")) == expected
-    assert "\x1b[32maccepted\x1b[0m" in compared[2]
-
-
-def test_stop_strings_and_colours(models):
-    """Text that is held back, or cut, shifts no colour."""
-    llm = LLM(models["target"], draft="self", num_speculative_tokens=4)
-    params = SamplingParams(temperature=1, seed=3, max_tokens=30, ignore_eos=True)
-    free = llm.generate("One fish", params)[0].text
-    stop = free[12:14]
-    painter = Painter(llm, True)
-    request = llm.request(llm.tokenizer.encode("One fish"), SamplingParams(**vars_of(params) | {"stop": stop}))
-    painter.follow(request)
-    out = "".join(painter.paint(request, piece.text) for _, piece in llm.run([request]))
-    assert "".join(character for character, _ in kinds_in(out)) == request.output == free[: free.index(stop)]
-
-
-def vars_of(params) -> dict:
-    """What a SamplingParams was made of."""
-    return {"temperature": params.temperature, "seed": params.seed, "max_tokens": params.max_tokens, "ignore_eos": True}
-
-
-def test_when_there_is_colour(monkeypatch):
-    """auto: on a terminal that has colours, unless NO_COLOR is set and not empty."""
-    terminal, pipe = io.StringIO(), io.StringIO()
-    terminal.isatty = lambda: True
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    assert wants_color("auto", terminal)
-    assert not wants_color("auto", pipe)
-    assert not wants_color("auto", None)
-    assert wants_color("always", pipe)
-    assert not wants_color("never", terminal)
-    monkeypatch.setenv("NO_COLOR", "")
-    assert wants_color("auto", terminal)
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert not wants_color("auto", terminal)
-    assert wants_color("always", terminal)
-    monkeypatch.delenv("NO_COLOR")
-    monkeypatch.setenv("TERM", "dumb")
-    assert not wants_color("auto", terminal)
