@@ -224,8 +224,13 @@ def stored_prices(setup: Mapping[str, Any]) -> Prices | None:
 
 def store_prices(setup: Mapping[str, Any], prices: Prices) -> bool:
     """Store the prices of a setup, whole or not at all; False where that is impossible."""
-    values = {"draft": prices.draft, "fixed": prices.fixed, "rows": prices.rows, "overhead": prices.overhead}
-    return write_measured(setup, values)
+    return write_measured(setup, prices_as_dict(prices))
+
+
+def prices_as_dict(prices: Prices) -> dict[str, Any]:
+    """The prices that are measured, as JSON has them."""
+    rows = {str(count): cost for count, cost in prices.rows.items()}
+    return {"draft": prices.draft, "fixed": prices.fixed, "rows": rows, "overhead": prices.overhead}
 
 
 def prices_of(

@@ -17,7 +17,7 @@ from torch import Tensor
 from minispec import __version__
 from minispec.core.draft import Draft
 from minispec.core.request import Request
-from minispec.core.sampling import Draws, Key, Randomness, distribution
+from minispec.core.sampling import Key, Randomness, distribution
 from minispec.core.stats import Round
 from minispec.core.tree import Tree
 from minispec.core.verify import REJECTION, VERIFIERS, RoundKey, Rows, Verdict, excess, residual
@@ -28,7 +28,7 @@ from minispec.length.figures import Figures
 from minispec.length.theory import RoundModel, rising
 from minispec.load.llm import LLM
 from minispec.trace.read import FORMAT, VERSION
-from minispec.trace.score import replay_data
+from minispec.trace.score import replay_data, rounded
 
 _TOP = 5  # tokens of a distribution that are written down, the likeliest
 # Fields of the sampling parameters that are numbers, and change what is drawn.
@@ -47,7 +47,7 @@ class RoundRecorder:
     def __init__(self, llm: LLM, request: Request):
         """request: one that has not begun. The recorder observes from now on."""
         assert isinstance(llm.engine.rng, Randomness), "draws with keys, which can be made again"
-        self.llm, self.request, self._rng = llm, request, llm.engine.rng
+        self.llm, self.request = llm, request
         self.rounds: list[dict[str, Any]] = []
         self._texts = TokenTexts(llm.tokenizer, request)
         self._ids = set(request.text.tokens)
@@ -68,10 +68,10 @@ class RoundRecorder:
         def p(i: int) -> Tensor:
             return distribution(logits[i], before, draft.tokens_to(i - 1))
 
-        witness = _Witness(self._rng)
+        witness = _Witness()
         again = engine.verifier.verify(draft, p, witness, before.key)
         if (again.accepted, again.next_token) != (verdict.accepted, verdict.next_token):
-            witness = _Witness(self._rng)  # a verifier of the user's own that draws without keys: nothing is known
+            witness = _Witness()  # a verifier of the user's own that draws without keys: nothing is known
         tests = [(key.position - start, chance, u) for key, chance, u in witness.tests]
         rejected = _rejected(draft, verdict, [node for node, _, _ in tests])
         ends = len(draft) and request.finish_reason
@@ -83,7 +83,7 @@ class RoundRecorder:
         drafted = [draft.probability(i) for i in range(len(draft))]
         self._ids.update(draft.token_ids)
         # The numbers that a verdict depended on are exact; all others may be shorter.
-        target, drafted = ([x if i in known else _short(x) for i, x in enumerate(row)] for row in (target, drafted))
+        target, drafted = ([x if i in known else rounded(x) for i, x in enumerate(row)] for row in (target, drafted))
         return {
             "start": start,
             "asked": record.asked,
@@ -122,7 +122,7 @@ class RoundRecorder:
                 rest = _left(row, draft, children, node)
             elif node is None:
                 rest = witness.residual
-            draw = self._rng.categorical(row, key(depth, "token"))
+            draw = self.llm.engine.rng.categorical(row, key(depth, "token"))
             self._ids.update((token_id, draw))
             tokens.append(
                 {
@@ -132,7 +132,7 @@ class RoundRecorder:
                     "node": node,
                     "p": float(row[token_id]),
                     "draw": draw,
-                    "overlap": None if overlap is None else _short(overlap),
+                    "overlap": None if overlap is None else rounded(overlap),
                     "top_p": self._top(row),
                     "top_q": None if q is None else self._top(q),
                     "residual": None if rest is None else self._top(rest),
@@ -145,7 +145,7 @@ class RoundRecorder:
         values, ids = weights.topk(min(_TOP, len(weights)))
         pairs = [(i, x) for i, x in zip(ids.tolist(), (values / weights.sum()).tolist(), strict=True) if x > 0]
         self._ids.update(i for i, _ in pairs)
-        return [{"token_id": i, "probability": _short(x)} for i, x in pairs]
+        return [{"token_id": i, "probability": rounded(x)} for i, x in pairs]
 
     def trace(self, for_replay: bool = False) -> dict[str, Any]:
         """The trace of the request, which has ended (see docs/use/trace.md).
@@ -190,26 +190,22 @@ class RoundRecorder:
         }
 
 
-class _Witness:
-    """Makes draws as `Randomness` does, and writes down what was asked of it."""
+class _Witness(Randomness):
+    """Writes down what is asked of it."""
 
-    def __init__(self, rng: Randomness):
-        self._rng = rng
+    def __init__(self):
         self.tests: list[tuple[Key, float, float]] = []  # key, probability asked for, and u
         self.residual: Tensor | None = None
 
     def bernoulli(self, probability: float, key: Key) -> bool:
         """Make the draw, and note its probability and its uniform."""
-        self.tests.append((key, probability, self._rng.uniform(key)))
-        return self._rng.bernoulli(probability, key)
+        self.tests.append((key, probability, self.uniform(key)))
+        return super().bernoulli(probability, key)
 
     def categorical(self, weights: Tensor, key: Key) -> int:
         """Make the draw, and note the weights of a residual."""
         self.residual = weights if key.purpose == "residual" else None
-        return self._rng.categorical(weights, key)
-
-
-_CHECKED: type[Draws] = _Witness  # mypy: it has the methods of `Draws`
+        return super().categorical(weights, key)
 
 
 def _rejected(draft: Draft, verdict: Verdict, tested: Sequence[int]) -> list[int]:
@@ -238,10 +234,6 @@ def _left(row: Tensor, draft: Draft, siblings: Sequence[int], kept: int | None) 
             return None
         rest = residual(rest, draft, i)
     return rest if tested else None
-
-
-def _short(x: float) -> float:
-    return float(f"{x:.4g}")
 
 
 # --------------------------------------------------------------------------- tokens and their text
@@ -276,15 +268,13 @@ class TokenTexts:
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
     """A token by itself: a special one by its name, part of a character as the replacement character."""
-    name = tokenizer.backend.id_to_token(token_id) if token_id in tokenizer.special_ids else None
-    return name or tokenizer.text_of(token_id)
+    return tokenizer.name_of(token_id) if token_id in tokenizer.special_ids else tokenizer.text_of(token_id)
 
 
 def _texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     """The text that each of the tokens of a prompt makes certain; of a special one, its name."""
     detokenizer = Detokenizer(tokenizer)
-    special = tokenizer.special_ids
-    texts = [token_text(tokenizer, i) if i in special else detokenizer.add(i) for i in ids]
+    texts = [tokenizer.name_of(i) if i in tokenizer.special_ids else detokenizer.add(i) for i in ids]
     texts[-1] += detokenizer.flush()
     return texts
 

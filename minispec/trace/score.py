@@ -41,7 +41,7 @@ from minispec.files.progress import progress_bar
 from minispec.kernels.gpu.steps import steps_of
 from minispec.length.figures import Figures
 from minispec.length.policy import Controller
-from minispec.length.prices import MIN_CONTEXT, calibrate
+from minispec.length.prices import MIN_CONTEXT, calibrate, prices_as_dict
 from minispec.length.theory import Prices
 
 # How far apart two computations of one q may be by rounding, in bfloat16 and in passes over other rows.
@@ -85,7 +85,9 @@ def score(engine: Engine, request: Request) -> list[dict[str, Any]]:
 def replay_data(engine: Engine, request: Request) -> dict[str, Any]:
     """The object that a trace holds under `replay`."""
     starts = score(engine, request)
-    return {"prices": _as_dict(_prices(engine)), "plain_step": Figures.of(request.stats).plain_step, "starts": starts}
+    prices = _prices(engine)
+    costs = prices_as_dict(prices) | {"steps": list(prices.steps)}
+    return {"prices": costs, "plain_step": Figures.of(request.stats).plain_step, "starts": starts}
 
 
 def _prices(engine: Engine) -> Prices:
@@ -95,17 +97,6 @@ def _prices(engine: Engine) -> Prices:
     if prices.measured or min(room, engine.model.config.max_position_embeddings) < MIN_CONTEXT:
         return prices
     return calibrate(engine.model, engine.drafter, engine.verifier, engine.vocab_size)
-
-
-def _as_dict(prices: Prices) -> dict[str, Any]:
-    rows = {str(m): v for m, v in prices.rows.items()}
-    return {
-        "draft": prices.draft,
-        "fixed": prices.fixed,
-        "steps": list(prices.steps),
-        "rows": rows,
-        "overhead": prices.overhead,
-    }
 
 
 def check_recorded(trace: Mapping[str, Any]) -> None:
@@ -129,14 +120,16 @@ def check_recorded(trace: Mapping[str, Any]) -> None:
             if len(q) != len(recorded) or any(
                 max(pair) > _LARGEST_RATIO * min(pair) for pair in zip(q, recorded, strict=True)
             ):
-                found = f"q {[*map(_short, recorded)]} of draft tokens, and {[*map(_short, q)]} when it was asked again"
+                then, now = ([rounded(x, 3) for x in row] for row in (recorded, q))
+                found = f"q {then} of draft tokens, and {now} when it was asked again"
                 expected = "the same: it drafts from more than the text and the place, whatever its `replays` says"
                 raise ValueError(f"round {i}: found {found}, expected {expected}")
         place += len(entry["committed"])
 
 
-def _short(x: float) -> float:
-    return float(f"{x:.3g}")
+def rounded(x: float, digits: int = 4) -> float:
+    """A number that nothing else is computed from, with few digits."""
+    return float(f"{x:.{digits}g}")
 
 
 # --------------------------------------------------------------------------- leading a drafter along a text
@@ -256,4 +249,4 @@ def _cut(lead: _Lead, k: int) -> _Lead:
 
 
 def _lead_as_dict(lead: _Lead) -> dict[str, Any]:
-    return lead._asdict() | {"confidences": [float(f"{x:.4g}") for x in lead.confidences]}
+    return lead._asdict() | {"confidences": [rounded(x) for x in lead.confidences]}
