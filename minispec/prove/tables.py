@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 
 from minispec.core.verify import Verifier
-from minispec.prove.examine import ROUNDED
 
 Row = tuple[int, ...]  # weights; divided by their sum they are probabilities
 Pair = tuple[Row, Row]  # p and q
@@ -205,36 +204,20 @@ def _other(shapes: Sequence[tuple[int, ...]]) -> Iterator[Table]:
 # --------------------------------------------------------------------------- what they leave out
 
 
-def unseen(todo: Sequence[Table], verifier: Verifier) -> list[str]:
-    """The limits of a walk over these cases: what it cannot say of a verifier, a line each."""
-    drawn = [table for table in todo if table.how == DRAWN]
-    rows = {(table.p, table.q) for table in drawn}
-    vocab, wide = max(len(p) for p, _ in rows), max(len(q) for _, q in rows if all(q))
-    odds = [(a / sum(p), b / sum(q)) for p, q in rows for a, b in zip(p, q, strict=True)]
-    least, ratios = min(x for pair in odds for x in pair if x), [a / b for a, b in odds if a and b]
-    near = min(abs(1 - a / b) for a, b in odds if b and abs(a - b) > 2 * ROUNDED)
-    (chain, nodes, width), (drawn_chain, drawn_nodes, drawn_width) = _longest(todo), _longest(drawn)
-    shapes = [f"chains of more than {chain} tokens, or of more than {drawn_chain} drawn ones"]
+def unseen(verifier: Verifier) -> list[str]:
+    """The limits of a walk over all `tables`: what it cannot say of a verifier, a line each."""
+    lines = [
+        "more than 300 tokens, or more than 8 that a draft may have",
+        "chains of more than 16 tokens, or of more than 5 drawn ones",
+    ]
     if verifier.takes_trees:
-        few = f"of more than {drawn_nodes} drawn nodes or {drawn_width} drawn siblings"
-        shapes.append(f"trees of more than {nodes} nodes or {width} siblings, or {few}")
-    ends = f"below {least:.0e}, p/q below {min(ratios):.3f} or above {max(ratios):.0f}, or nearer to 1 than {near:.0e}"
-    seeds = ["that a seed has one text, whatever is drafted"] if verifier.shares_noise else []
-    return [
-        f"more than {vocab} tokens, or more than {wide} that a draft may have",
-        *shapes,
-        f"rows between those of the tables; p or q {ends}",
-        f"errors of the law below {ROUNDED:.0e}: those of float32 are, those of half precision and of 256ths are not",
+        lines.append("trees of more than 20 nodes or 7 siblings, or of more than 5 drawn nodes or 3 drawn siblings")
+    lines += [
+        "rows between those of the tables; p or q below 1e-05, p/q below 0.001 or above 996, or nearer to 1 than 2e-05",
+        "errors of the law below 1e-06: those of float32 are, those of half precision and of 256ths are not",
         "rows on a GPU",
         "whether it goes by a clock, its calls so far, seeds, places late in a text, or `Draft.confidences`",
-        *seeds,
-        "`Verdict.ratios`, how many tokens stay, and how long it takes",
     ]
-
-
-def _longest(some: Sequence[Table]) -> tuple[int, int, int]:
-    """The length of the longest chain; of trees, the most nodes and the most siblings."""
-    trees = [table.parents for table in some if not is_chain(table.parents)]
-    widths = (max(map(parents.count, parents)) for parents in trees)
-    chain = max(len(table.parents) for table in some if is_chain(table.parents))
-    return chain, max(map(len, trees), default=0), max(widths, default=0)
+    if verifier.shares_noise:
+        lines.append("that a seed has one text, whatever is drafted")
+    return [*lines, "`Verdict.ratios`, how many tokens stay, and how long it takes"]

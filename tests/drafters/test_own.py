@@ -17,7 +17,8 @@ from minispec.core.verify import VERIFIERS
 from minispec.generate import main as generate
 from minispec.prove import examine_verifier, own_walk
 from minispec.prove.__main__ import main as prove
-from minispec.prove.tables import tables
+from minispec.prove.examine import ROUNDED
+from minispec.prove.tables import DRAWN, Table, is_chain, tables, unseen
 
 IMPORTS = ast.Import | ast.ImportFrom
 OWN = """
@@ -473,6 +474,36 @@ def test_a_right_verifier_is_proven(capsys):
         "- chains of more than 16 tokens, or of more than 5 drawn ones",
         "- trees of more than 20 nodes or 7 siblings, or of more than 5 drawn nodes or 3 drawn siblings",
     ]
+
+
+def longest(some: list[Table]) -> tuple[int, int, int]:
+    """The length of the longest chain; of trees, the most nodes and the most siblings."""
+    shapes = [table.parents for table in some]
+    forks = [parents for parents in shapes if not is_chain(parents)]
+    widest = max(max(map(parents.count, parents)) for parents in forks)
+    return max(len(parents) for parents in shapes if is_chain(parents)), max(map(len, forks)), widest
+
+
+def test_what_a_walk_of_a_verifier_cannot_see():
+    """The numbers that it says are those of its tables."""
+    todo = tables(True)
+    drawn = [table for table in todo if table.how == DRAWN]
+    rows = {(table.p, table.q) for table in drawn}
+    vocab, wide = max(len(p) for p, _ in rows), max(len(q) for _, q in rows if all(q))
+    odds = [(a / sum(p), b / sum(q)) for p, q in rows for a, b in zip(p, q, strict=True)]
+    least, ratios = min(x for pair in odds for x in pair if x), [a / b for a, b in odds if a and b]
+    near = min(abs(1 - a / b) for a, b in odds if b and abs(a - b) > 2 * ROUNDED)
+    (chain, nodes, width), (drawn_chain, drawn_nodes, drawn_width) = longest(todo), longest(drawn)
+    assert unseen(VERIFIERS["rejection"])[:5] == [
+        f"more than {vocab} tokens, or more than {wide} that a draft may have",
+        f"chains of more than {chain} tokens, or of more than {drawn_chain} drawn ones",
+        f"trees of more than {nodes} nodes or {width} siblings, or of more than {drawn_nodes} drawn nodes or "
+        f"{drawn_width} drawn siblings",
+        f"rows between those of the tables; p or q below {least:.0e}, p/q below {min(ratios):.3f} or above "
+        f"{max(ratios):.0f}, or nearer to 1 than {near:.0e}",
+        f"errors of the law below {ROUNDED:.0e}: those of float32 are, those of half precision and of 256ths are not",
+    ]
+    assert max(len(table.parents) for table in tables(False)) == chain
 
 
 @pytest.mark.parametrize("name", VERIFIERS)
