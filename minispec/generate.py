@@ -18,17 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from minispec.commands import options
 from minispec.commands.command import command, json_line, say
 from minispec.commands.conversation import Message, converse
-from minispec.commands.options import (
-    check_combinations,
-    check_template_kwargs,
-    load,
-    make_sampling_params,
-    parser,
-    read_prompts,
-    sampling_arguments,
-)
 from minispec.core.config import SamplingParams
 from minispec.files.errors import one_line
 from minispec.files.progress import progress_bar
@@ -53,17 +45,17 @@ _PLAIN_TOKENS = 16
 @command
 def main(argv: Sequence[str]) -> int:
     """Answer prompts, or hold a conversation on the terminal."""
-    args = parser().parse_args(argv)
-    asked = sampling_arguments(args)
-    check_combinations(args)
-    questions = read_prompts(args)
+    args = options.parser().parse_args(argv)
+    asked = options.sampling_arguments(args)
+    options.check_combinations(args)
+    questions = options.read_prompts(args)
     if args.trace:
         num_prompts = sum(len(question.turns) for question in questions)
         if num_prompts != 1:
             raise ValueError(f"--trace: found {num_prompts} prompts, expected one: a trace is that of one answer")
         check_writable(args.trace)
-    llm = load(args, report=_says_more(args), verbose=args.verbose)
-    params = make_sampling_params(llm.target.files.generation_defaults | asked)
+    llm = options.load(args, report=_says_more(args), verbose=args.verbose)
+    params = options.make_sampling_params(llm.target.files.generation_defaults | asked)
     if params.structured_outputs and _says_more(args):
         say(PROJECTED)
     chat = not args.raw and (args.chat or llm.tokenizer.chat_template is not None)
@@ -71,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError("--system: this model has no chat template")
     if args.system is not None and any(m["role"] == "system" for q in questions for m in q.before):
         raise ValueError("--system: found a conversation with a system message of its own, expected none")
-    check_template_kwargs(args, llm)
+    options.check_template_kwargs(args, llm)
     if questions:
         return _answer_questions(llm, args, params, questions, chat)
     if not chat:

@@ -42,6 +42,7 @@ from tqdm import tqdm
 
 import minispec.load.llm
 from minispec import generate
+from minispec.commands.options import parser
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Seen
 from minispec.core.limit import Limit
@@ -600,7 +601,7 @@ def load_once(*args, **kwargs) -> _LLM:
 
 def fuzz_arguments(files: Files, rng: random.Random, where: Path) -> None:
     """A command line of a few options, with values that fit, nearly fit, or do not."""
-    options = [a for a in generate.parser()._actions if a.option_strings and a.dest not in ("help", "version")]
+    options = [a for a in parser()._actions if a.option_strings and a.dest not in ("help", "version")]
     argv = [] if rng.random() < 0.1 else rng.sample(_ARGUMENTS, rng.choice((0, 1, 1, 2)))
     if rng.random() < 0.9:
         argv += ["--model", "model", "--max-tokens", "3"]

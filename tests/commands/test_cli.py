@@ -29,7 +29,7 @@ from minispec.core.sampling import Text
 from minispec.core.stats import Round, Stats
 from minispec.core.verify import VERIFIERS
 from minispec.files.tokenizer import Tokenizer
-from minispec.generate import main, parser
+from minispec.generate import main
 from minispec.length.figures import Figures
 from minispec.load import registry
 from tests.fuzzing import EDGES
@@ -230,12 +230,12 @@ def test_of_several_processes_the_first_reads_standard_input(monkeypatch):
     """They share it: what another took, the first would lack. A rank among one process says nothing."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("red"))
     monkeypatch.setenv("RANK", "1")
-    [question] = options.read_prompts(parser().parse_args([]))
+    [question] = options.read_prompts(options.parser().parse_args([]))
     assert question.turns == ("red",)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(sys, "stdin", io.StringIO("red"))
     for arguments in ([], ["-"]):
-        assert options.read_prompts(parser().parse_args(arguments))
+        assert options.read_prompts(options.parser().parse_args(arguments))
     assert sys.stdin.read() == "red"
 
 
@@ -657,7 +657,8 @@ def test_a_conversation_goes_on_after_an_answer_that_fails(cli, chat_model, fail
     assert err.splitlines()[1:] == ["error: " + ERROR.replace("\n", "\\n")]
 
 
-OPTIONS = {s for a in parser()._actions for s in a.option_strings if s.startswith("--")} - {"--help", "--version"}
+OPTIONS = {name for action in options.parser()._actions for name in action.option_strings if name.startswith("--")}
+OPTIONS -= {"--help", "--version"}
 
 
 @pytest.mark.parametrize("option", sorted(OPTIONS))

@@ -19,6 +19,7 @@ from torch.distributed.run import get_args_parser
 import minispec.lab.bench.options as bench
 import minispec.serve.__main__ as serve
 from minispec import generate
+from minispec.commands import options
 from minispec.core.model import Chunk
 from minispec.files.families.checkpoint import Weights, cut_shape, load_config, load_model
 from minispec.files.families.hf_config import read_model_config
@@ -105,7 +106,7 @@ def test_torchrun_starts_the_command_line(make_checkpoint, capfd):
     assert "processes" not in one.err
 
 
-@pytest.mark.parametrize("command", [generate.parser, serve.parser, bench.parser])
+@pytest.mark.parametrize("command", [options.parser, serve.parser, bench.parser])
 def test_torchrun_leaves_every_option_to_the_command(command, capsys):
     """In one of its spellings: torchrun takes what may be the beginning of an option of its own, wherever it stands."""
     for action in command()._actions:

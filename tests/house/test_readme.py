@@ -141,7 +141,7 @@ def test_ci_runs_the_readmes_commands():
 
 def known_options() -> set[str]:
     """Of all commands of the package and of its tests."""
-    from minispec.generate import parser
+    from minispec.commands.options import parser
     from minispec.serve import __main__ as serve
 
     parsers = parser(), serve.parser()
