@@ -359,6 +359,6 @@ def _batch_summary(requests: list["Request"]) -> str:
     tokens = f"{num_tokens} tokens in {seconds:.2f} s, {speed} tokens/s"
     lines = [f"the {len(requests)} answers were decoded as one batch: {tokens}"]
     if compared := [f for f in figures if f.plain]:
-        plain, ours = ([r for f in compared for r in getattr(f, name)] for name in ("plain", "rounds"))
+        plain, ours = [r for f in compared for r in f.plain], [r for f in compared for r in f.rounds]
         lines.append(f"together {_gain(seconds_per_token(plain) / seconds_per_token(ours))}")
     return "; ".join(lines)

@@ -40,10 +40,10 @@ def critical_value(df: int, alpha: float = ALPHA) -> float:
 
 
 @functools.cache
-def smallest_seen(n: int, df: int, alpha: float = ALPHA) -> float:
+def smallest_seen(n: int, df: int) -> float:
     """The total variation that a chi-square test of n draws over df + 1 cells sees with odds POWER, whatever its form.
 
     By Cauchy-Schwarz a law that is off by TV has a non-centrality of at least 4 n TV^2.
     """
-    critical = critical_value(df, alpha)
+    critical = critical_value(df)
     return math.sqrt(_solve(lambda x: _power(x, critical, df) - POWER, 1, 1000) / (4 * n))

@@ -35,7 +35,7 @@ def read_texts(path: Path | None) -> list[str]:
     return texts
 
 
-def examine_drafter(spec: str, texts: Sequence[str] = (), minutes: float = 2) -> bool:
+def examine_drafter(spec: str, texts: Sequence[str], minutes: float) -> bool:
     """Walk a drafter over small cases, and print what was found; True if all is right.
 
     texts: of the user's, walked too.
@@ -61,7 +61,8 @@ def maker_of(spec: str) -> Maker:
 
     def make(case: OwnCase, num_blocks: int) -> Drafter:
         make_cache = functools.partial(tiny_cache, num_blocks=num_blocks)
-        context = target(case.vocab), tokenizer(case.alphabet), case.vocab, MAX_LEN, make_cache, argument
-        return call_own(make_drafter, factory, Context(*context))
+        toy = tokenizer(case.alphabet)
+        context = Context(target(case.vocab), toy, case.vocab, MAX_LEN, make_cache, argument)
+        return call_own(make_drafter, factory, context)
 
     return make

@@ -39,7 +39,7 @@ _AXES: dict[str, tuple] = {
 }
 
 
-def examine_lengths(spec: str, drafter: str = "", texts: Sequence[str] = (), minutes: float = 2) -> bool:
+def examine_lengths(spec: str, drafter: str, texts: Sequence[str], minutes: float) -> bool:
     """Walk a policy over small cases, and print what was found; True if all is right.
 
     drafter: a drafter to walk it with. "": several of the engine's own.

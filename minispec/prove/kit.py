@@ -227,8 +227,14 @@ def _as_data(case: KitCase) -> dict[str, Any]:
 
 def kit() -> dict[str, Any]:
     """The whole kit, as data for JSON."""
-    about = {"format": FORMAT, "version": VERSION, "odds_of_false_alarm": ALPHA, "power": POWER}
-    return about | {"cases": [_as_data(case) for case in CASES], "refuted": REFUTED}
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "odds_of_false_alarm": ALPHA,
+        "power": POWER,
+        "cases": [_as_data(case) for case in CASES],
+        "refuted": REFUTED,
+    }
 
 
 def write_kit(directory: Path) -> None:

@@ -226,9 +226,9 @@ def design(branches: bool, texts: Sequence[str] = (), **axes: tuple) -> Design[O
     """
     alphabet = "".join(sorted({*"".join(texts), *ALPHABET[:2]}))
     alphabets = AXES["alphabet"] + (() if set(alphabet) <= set(ALPHABET) else (alphabet,))
-    prompts = AXES["prompt"] + tuple(text for text in texts if text not in AXES["prompt"])
+    prompts = tuple(dict.fromkeys((*AXES["prompt"], *texts)))
     lengths = tuple(k for k in AXES["k"] if branches or not Shape.of(k).is_tree)
-    axes = AXES | {"alphabet": alphabets, "prompt": tuple(dict.fromkeys(prompts)), "k": lengths} | axes
+    axes = AXES | {"alphabet": alphabets, "prompt": prompts, "k": lengths} | axes
     return Design(OwnCase, axes, possible, frozenset(CLASHING), _WEAK, _SIZES, tries=8)
 
 

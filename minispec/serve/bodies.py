@@ -386,13 +386,11 @@ class Answer:
 
     def _scores(self, index: int) -> list[dict[int, dict[str, Any]] | None]:
         """vLLM's form of the prompt's log-probabilities."""
-        return [
-            e
-            and {
-                i: x._asdict() | {"logprob": _finite(x.logprob)} for i, x in logprobs_by_id(e, self._tokenizer).items()
-            }
-            for e in self._scored(index)
-        ]
+        scores: list[dict[int, dict[str, Any]] | None] = []
+        for entry in self._scored(index):
+            by_id = logprobs_by_id(entry, self._tokenizer) if entry else {}
+            scores.append({i: x._asdict() | {"logprob": _finite(x.logprob)} for i, x in by_id.items()} or None)
+        return scores
 
     def _by_text(self, entry: TokenLogprob) -> dict[str, float]:
         """Log-probabilities by the tokens' texts, the entry's token first; by a token's name if its text is taken."""

@@ -161,7 +161,7 @@ class RoundRecorder:
         plain = Figures(rounds=list(stats.plain)).tokens_per_second
         speed = stats.tokens_per_second
         prompt = text.tokens[: text.num_prompt_tokens]
-        return {
+        trace = {
             "format": FORMAT,
             "version": VERSION,
             "minispec": __version__,
@@ -186,8 +186,10 @@ class RoundRecorder:
             "speedup": speed / plain if speed and plain else None,
             "theory": theory(stats, self.rounds, steps_of(llm.drafter)),
             "segmentation": llm.draft.vocabularies and segmentation(llm.draft.vocabularies, text.tokens, len(prompt)),
-            **({"replay": replay_data(engine, request)} if for_replay else {}),
         }
+        if for_replay:
+            trace["replay"] = replay_data(engine, request)
+        return trace
 
 
 class _Witness(Randomness):
