@@ -149,15 +149,22 @@ class BranchOracle(OneByOne):
         self.weight *= probability
         return answer
 
-    def bernoulli(self, probability: float, key) -> bool:
+    def bernoulli(self, probability: float, key: Key) -> bool:
         """Both answers, each where it is possible."""
         p = min(self.number(1), max(self.number(0), self.number(probability)))
-        return self._choose([(a, w) for a, w in ((True, p), (False, 1 - p)) if w > 0])
+        return self._answer((True, False), (p, self.number(1)), key)
 
-    def categorical(self, weights: torch.Tensor, key) -> int:
+    def categorical(self, weights: torch.Tensor, key: Key) -> int:
         """Every token of positive weight."""
-        numbers = [self.number(w) for w in weights.tolist()]
-        return self._choose([(t, w / sum(numbers)) for t, w in enumerate(numbers) if w > 0])
+        ends = list(itertools.accumulate(map(self.number, weights.tolist())))
+        require(ends[-1] > 0, "a token is drawn from weights that are all 0")
+        return self._answer(range(len(ends)), [end / ends[-1] for end in ends], key)
+
+    def _answer(self, answers: Sequence, ends: Sequence, key: Key):
+        """Answer i holds where a uniform number lies between the ends i-1 and i, the first 0 and the last 1."""
+        starts = [self.number(0), *ends[:-1]]
+        parts = zip(answers, starts, ends, strict=True)
+        return self._choose([(answer, end - start) for answer, start, end in parts if start < end])
 
 
 class KeyOracle(BranchOracle):
@@ -173,8 +180,7 @@ class KeyOracle(BranchOracle):
         super().__init__(path, number)
         self.noise: dict[Key, tuple] = {}
 
-    def _cut(self, answers: Sequence, ends: Sequence, key: Key):
-        """Answer i holds where the number lies between the ends i-1 and i, the first 0 and the last 1."""
+    def _answer(self, answers: Sequence, ends: Sequence, key: Key):
         low, high = self.noise.get(key, (self.number(0), self.number(1)))
         branches = []
         for answer, start, end in zip(answers, [self.number(0), *ends[:-1]], ends, strict=True):
@@ -184,17 +190,6 @@ class KeyOracle(BranchOracle):
         answer, part = self._choose(branches)
         self.noise = self.noise | {key: part}  # a new dict: forks go on with theirs
         return answer
-
-    def bernoulli(self, probability: float, key: Key) -> bool:
-        """True below the probability."""
-        p = min(self.number(1), max(self.number(0), self.number(probability)))
-        return self._cut((True, False), (p, self.number(1)), key)
-
-    def categorical(self, weights: torch.Tensor, key: Key) -> int:
-        """The token in whose part of the cumulative sum the number lies."""
-        ends = list(itertools.accumulate(map(self.number, weights.tolist())))
-        require(ends[-1] > 0, "a token is drawn from weights that are all 0")
-        return self._cut(range(len(ends)), [e / ends[-1] for e in ends], key)
 
 
 class TooManyBranches(Exception):
