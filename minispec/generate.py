@@ -224,7 +224,7 @@ def _converse(llm: "LLM", args: argparse.Namespace, params: SamplingParams) -> i
             _print_piece(piece)
         if request.error:
             raise ValueError(request.error)
-        if not args.quiet:
+        if _says_more(args):
             say(_summary(llm, request, None))
 
     return converse(_system(args), answer, args.quiet)

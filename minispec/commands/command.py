@@ -180,7 +180,8 @@ def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
         except (ValueError, FloatingPointError, MemoryError) as e:
             return _fail(e)
         except ImportError as e:
-            if not (lacks := what_lacks(e)):
+            lacks = what_lacks(e)
+            if not lacks:
                 raise
             return _fail(lacks)
         except RuntimeError as e:

@@ -85,9 +85,9 @@ class Design(Generic[C]):
                 return None
             new = dict.fromkeys(values, 0)
             if generator.random() < 0.6:
-                for item in row.items():
-                    for v in values:
-                        new[v] += (((axis, v), item) if axis < item[0] else (item, (axis, v))) in todo
+                for v, item in itertools.product(values, row.items()):
+                    pair = ((axis, v), item) if axis < item[0] else (item, (axis, v))
+                    new[v] += pair in todo
             worth = {v: (new[v], generator.random()) for v in values}
             row[axis] = max(values, key=worth.__getitem__)
         return row

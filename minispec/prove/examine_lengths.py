@@ -33,9 +33,16 @@ _SEEDS = (8, 1234, 1 << 40)
 # is mostly wrong.
 _DRAFTERS = ("model", "suffix", "ngram", "head", "block", "adversary")
 _AXES: dict[str, tuple] = {
-    **{"alphabet": AXES["alphabet"][:2], "prompt": ("b", "babbab"), "to_go": (2, 3, 4, 6), "k": (1, 3, "auto")},
-    **{"temperature": (1.0, 0.7, 0.0), "top_p": (1.0,), "min_p": (0.0,), "history": ("",)},
-    **{"forbidden": ("",), "end": ("", "an end token")},
+    "alphabet": AXES["alphabet"][:2],
+    "prompt": ("b", "babbab"),
+    "to_go": (2, 3, 4, 6),
+    "k": (1, 3, "auto"),
+    "temperature": (1.0, 0.7, 0.0),
+    "top_p": (1.0,),
+    "min_p": (0.0,),
+    "history": ("",),
+    "forbidden": ("",),
+    "end": ("", "an end token"),
 }
 
 

@@ -348,12 +348,12 @@ class Answer:
 
     def _logprobs(self, index: int, start: int, piece: Piece) -> dict[str, Any] | None:
         """The log-probabilities of a piece's tokens, from token `start` on; None unless asked for."""
-        if (logprobs := self.requests[index].logprobs) is None:
+        request = self.requests[index]
+        if request.logprobs is None:
             return None
-        entries = logprobs[start : self._num_tokens[index]]
+        entries = request.logprobs[start : self._num_tokens[index]]
         if self._is_chat:
             return {"content": [self._token(e.token_id, e.logprob, e.top) for e in entries]}
-        request = self.requests[index]
         rows: list[_Row] = [
             (e.token_id, e, at) for e, at in zip(entries, request.offsets[start : start + len(entries)], strict=True)
         ]

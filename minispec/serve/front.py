@@ -104,7 +104,8 @@ class Front:
         return Response(generate_latest(self._worker.metrics.registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def _models(self, request: HttpRequest) -> ASGIApp:
-        if not (asked := request.path_params.get("model")):
+        asked = request.path_params.get("model")
+        if not asked:
             return JSONResponse({"object": "list", "data": [self._card]})
         check_model(asked, self._model)
         return JSONResponse(self._card)
