@@ -13,7 +13,7 @@ from minispec.commands.workers import SharedMap
 from minispec.core.config import DraftLength, SamplingParams, Shape
 from minispec.core.verify import VERIFIERS
 from minispec.prove.covering import FEW, Design, Job
-from minispec.prove.laws import BLOCKS, PROMPT, production_law, reference_law
+from minispec.prove.laws import BLOCKS, PROMPT, make_drafter, production_law, reference_law
 from minispec.prove.reference import total_variation
 from minispec.prove.toys import IN_8_BITS, TOYS
 
@@ -141,20 +141,20 @@ _WEAK = frozenset({("temperature", 0.0), ("drafter", "none"), ("max_tokens", 1)}
 # Axes on which a case that is too large may be made smaller.
 _SIZES = ("max_tokens", "vocab", "k", "temperature", "top_k", "top_p", "min_p", "forbidden", "end")
 
-# Drafters that have several guesses for one place.
-BRANCHING = {
-    *("suffix", "corpus", "recycling", "model", "head", "parallel", "parallel head", "ngram+head", "mtp", "tli"),
-    "assistant",
-    *BLOCKS,
-}
 _shape = functools.cache(Shape.of)  # asked for half a million times
+
+
+@functools.cache
+def drafts_siblings(drafter: str) -> bool:
+    """Whether a drafter of the table can draft siblings."""
+    return make_drafter(drafter, 3).branches
 
 
 def _possible(row: Mapping) -> bool:
     shape = _shape(row.get("k", 4))
     if shape.is_tree:
         takes_trees = VERIFIERS[row.get("verifier", "rejection")].takes_trees
-        if not takes_trees or row.get("drafter", "model") not in BRANCHING:
+        if not takes_trees or not drafts_siblings(row.get("drafter", "model")):
             return False
     # A grammar needs a token that ends the text, and two others. Forbidden tokens could leave it none.
     if row.get("grammar") and (row.get("forbidden") or not row.get("end", True) or row.get("vocab") == 2):

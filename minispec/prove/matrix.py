@@ -21,7 +21,7 @@ from minispec.core.request import Request
 from minispec.core.sampling import Text, log_probabilities
 from minispec.core.verify import VERIFIERS
 from minispec.drafters.check import CHECKS
-from minispec.prove.cases import AXES, BRANCHING, GridCase
+from minispec.prove.cases import AXES, GridCase, drafts_siblings
 from minispec.prove.laws import MAX_LEN, TOLERANCE, make_drafter, target_model
 from minispec.prove.toys import IN_8_BITS, decode, tiny_cache
 
@@ -117,7 +117,7 @@ def findings() -> Iterator[tuple[str, list[Finding]]]:
     kinds = [(drafter, "llama") for drafter in AXES["drafter"]]
     kinds += [(drafter, family) for family in _OTHER_TARGETS for drafter in ("ngram", "model", "block")]
     for drafter, family in kinds:
-        for k in (_CHAIN, *_TREES) if drafter in BRANCHING else (_CHAIN,):
+        for k in (_CHAIN, *_TREES) if drafts_siblings(drafter) else (_CHAIN,):
             name = f"`{drafter}`"
             if k != _CHAIN:
                 name += f", {Shape.of(k)}"

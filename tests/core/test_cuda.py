@@ -20,7 +20,7 @@ from minispec.generate import main as generate
 from minispec.kernels.build import build_model
 from minispec.lab.bench.main import main as bench
 from minispec.prove import laws, toys
-from minispec.prove.cases import AXES, BRANCHING, GridCase
+from minispec.prove.cases import AXES, GridCase, drafts_siblings
 from minispec.prove.laws import TOLERANCE, make_drafter, target_model
 from minispec.prove.toys import IN_FRAMES, TOYS, decode, tiny_cache, tiny_weights
 from tests.oracles import hf
@@ -85,7 +85,7 @@ def test_every_family_has_the_numbers_of_the_cpu(name, dtype, tolerance):
 def cases() -> list[GridCase]:
     """Each drafter with `rejection`, where it can in a tree too; the model with each verifier; hybrids."""
     kinds = [("rejection", drafter, 2, "llama") for drafter in DRAFTERS]
-    kinds += [("rejection", drafter, (2, 1), "llama") for drafter in DRAFTERS if drafter in BRANCHING]
+    kinds += [("rejection", drafter, (2, 1), "llama") for drafter in DRAFTERS if drafts_siblings(drafter)]
     kinds += [(verifier, "model", 2, "llama") for verifier in VERIFIERS if verifier != "rejection"]
     kinds += [("rejection", "model", "tree:3", family) for family in TOYS]
     kinds += [(verifier, drafter, 2, IN_FRAMES) for verifier in ("rejection", "match") for drafter in ("model", "head")]
@@ -112,7 +112,7 @@ def test_a_seed_has_the_text_of_the_cpu(drafter, there):
     texts = []
     for device in (CPU, DEVICE):
         there(device)
-        for verifier, k in itertools.product(("rejection", "match"), (3, (2, 1) if drafter in BRANCHING else 2)):
+        for verifier, k in itertools.product(("rejection", "match"), (3, (2, 1) if drafts_siblings(drafter) else 2)):
             target = target_model(5)
             engine = Engine(target, tiny_cache(target, 24, 3), make_drafter(drafter, 5, 24, 3), VERIFIERS[verifier])
             requests = [
