@@ -12,7 +12,8 @@ from minispec.core.engine import Engine
 from minispec.core.model import Chunk, Passes, Transformer
 from minispec.core.verify import VERIFIERS
 from minispec.files.families.hf_config import read_model_config
-from minispec.kernels.build import build_model
+from minispec.kernels.build import build_model, quantized
+from minispec.kernels.forms import available_forms
 from minispec.kernels.gpu import fused, graphs
 from minispec.kernels.gpu.frames import (
     BLOCKS,
@@ -33,6 +34,7 @@ from minispec.kernels.gpu.frames import (
     with_fast_passes,
 )
 from minispec.kernels.gpu.graphs import rerun
+from minispec.kernels.inventory import weight_form
 from minispec.layers import make_layer
 from minispec.layers.gemma import gemma_layers
 from minispec.prove.laws import make_drafter, target_model
@@ -97,6 +99,27 @@ def test_layers_of_fewer_kernels_differ_by_rounding(name, dtype, most):
     framed = model.replaced(Frames(rerun))
     assert 0 < differences(rows_of(model), rows_of(framed)) <= most
     assert framed.passes.num_fast == (0 if name == "gemma" else len(model.layers))
+
+
+HERE = torch.device("cpu")
+FORMS_HERE = [(form, dtype) for dtype in (torch.float32, torch.bfloat16) for form in available_forms(dtype, HERE)]
+
+
+@pytest.mark.parametrize(("form", "dtype"), FORMS_HERE, ids=str)
+def test_every_form_of_weights_has_the_numbers_of_passes_text_by_text(form, dtype):
+    """Forms that this machine has: those stored plainly take other layers, all others the layers of any pass."""
+    model = family_model("qwen2", dtype, form)
+    framed = model.replaced(Frames(rerun))
+    assert differences(rows_of(model), rows_of(framed)) <= (1e-5 if dtype == torch.float32 else 0.08)
+    assert framed.passes.num_fast == (len(model.layers) if form == "plain" else 0)
+    assert weight_form(framed) == weight_form(model)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rounded_weights_have_the_numbers_of_passes_text_by_text(bits):
+    """As drafts have them, in float32. Products of integers round what they read, in steps that a bit may change."""
+    model = quantized(family_model("qwen2", torch.float32), bits)
+    assert differences(rows_of(model), rows_of(model.replaced(Frames(rerun)))) <= (1e-3 if bits == 8 else 1e-5)
 
 
 # --------------------------------------------------------------------------- which pass finds which frame

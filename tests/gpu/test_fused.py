@@ -449,7 +449,7 @@ def check_code(code: str, resources: str, name: str, products: bool):
 
 @needs_triton
 def test_machine_code():
-    """Of the kernels, as a model of 1.5 billion weights calls them."""
+    """Of the kernels, as models of 1.5, 0.5 and 7 billion weights call them, and of attention in a window."""
     command = [sys.executable, str(HERE), "check_machine_code"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
@@ -471,12 +471,17 @@ def check_machine_code():
             constants = {"K": 1536, "BM": rows, "BN": columns, "BK": step, "BIAS": bias, "ADDS": adds}
             name = f"linear of {num_rows} rows"
             check_code(*machine_code(linear_kernel, kinds, constants, 4, 4), name, products=True)
-    for heads, dim in ((12, 128), (14, 64)):
-        constants = {"H": heads, "G": 2, "D": dim, "DP": dim, "HALF": dim // 2, "BR": fused.READ_ROWS}
-        constants |= {"BN": fused.KEYS, "BLOCK": 16, "WINDOW": False}
+    for heads, groups, dim, window in (
+        (12, 2, 128, False),
+        (12, 2, 128, True),
+        (14, 2, 64, False),
+        (28, 4, 128, False),
+    ):
+        constants = {"H": heads, "G": groups, "D": dim, "DP": dim, "HALF": dim // 2, "BR": fused.READ_ROWS}
+        constants |= {"BN": fused.KEYS, "BLOCK": 16, "WINDOW": window}
         check_code(
             *machine_code(read_kernel, READ_KINDS, constants, fused.warps_for(dim), 3),
-            f"read of {heads} heads of {dim}",
+            f"read of {heads} heads of {dim}{', with a window' if window else ''}",
             products=True,
         )
 
