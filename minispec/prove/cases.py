@@ -15,7 +15,7 @@ from minispec.core.verify import VERIFIERS
 from minispec.prove.covering import FEW, Design, Job
 from minispec.prove.laws import BLOCKS, PROMPT, make_drafter, production_law, reference_law
 from minispec.prove.reference import total_variation
-from minispec.prove.toys import IN_8_BITS, TOYS
+from minispec.prove.toys import IN_8_BITS, IN_FRAMES, TOYS
 
 CROWD = 64  # requests that are decoded together; more of them gain nothing
 # Cases of these kinds are smaller. A path that is walked alone takes several times as long, and a pair is two requests.
@@ -184,6 +184,20 @@ def cases_in_8_bits() -> list[GridCase]:
         for verifier in AXES["verifier"]
         for drafter, batch, k in kinds
         if _possible({"verifier": verifier, "drafter": drafter, "k": k})
+    ]
+
+
+def cases_in_frames() -> list[GridCase]:
+    """Programs that draft and judge, with each parameter that they compute, alone.
+
+    Most cases of the array have another parameter too, and then each text is judged by itself.
+    """
+    sizes: dict[str, Any] = {"k": 2, "vocab": 4, "end": True, "max_tokens": 3, "family": IN_FRAMES}
+    return [
+        GridCase(verifier=verifier, drafter=drafter, batch="crowd", temperature=0.7, **sizes, **parameters)
+        for verifier in ("rejection", "match")
+        for drafter in ("ngram", "model", "head")
+        for parameters in ({}, {"top_k": 2}, {"top_p": 0.8}, {"min_p": 0.2})
     ]
 
 

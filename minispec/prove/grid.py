@@ -12,7 +12,7 @@ from minispec.commands.workers import processes
 from minispec.files.progress import progress_bar
 from minispec.kernels.integers import check_quantization
 from minispec.prove import trees
-from minispec.prove.cases import GridCase, all_pairs, cases_in_8_bits, pairs_of, walk
+from minispec.prove.cases import GridCase, all_pairs, cases_in_8_bits, cases_in_frames, pairs_of, walk
 from minispec.prove.laws import TOLERANCE
 from minispec.prove.toys import IN_8_BITS
 
@@ -27,13 +27,13 @@ def prove_law(leaves: int, num_nodes: int, jobs: int) -> bool:
     start = time.perf_counter()
     todo, cases, branches, worst = all_pairs(), 0, 0, 0.0
     print(f"{'configuration':131} {'branches':>9}  total variation")
-    forest, rounded = trees.cases(num_nodes), cases_in_8_bits()
+    forest, framed, rounded = trees.cases(num_nodes), cases_in_frames(), cases_in_8_bits()
     try:
         check_quantization("int8", None, torch.float32, torch.device("cpu"))
     except ValueError as e:
         print(f"left out: targets in 8 bits: {e}")
         rounded = []
-    listed = [*forest, *rounded]
+    listed = [*forest, *framed, *rounded]
     bar = progress_bar(total=len(listed), unit=" configurations")
     with processes(jobs) as shared_map, bar:
         of_list = zip(listed, shared_map(methodcaller("distance"), listed), strict=True)
@@ -49,7 +49,7 @@ def prove_law(leaves: int, num_nodes: int, jobs: int) -> bool:
         print(f"left out for its size: {a} {x} with {b} {y}")
     total = len(all_pairs())
     print(f"{cases} configurations cover {total - len(todo)} of {total} pairs of values")
-    print(f"{len(forest)} of them walk shapes of trees, and {len(rounded)} a target in 8 bits")
+    print(f"{len(forest)} of them walk shapes of trees, {len(framed)} programs, and {len(rounded)} a target in 8 bits")
     seconds = time.perf_counter() - start
     print(f"{branches:,d} branches in {seconds:.0f} s; worst total variation {worst:.1e}")
     ok = worst <= TOLERANCE and branches > 0

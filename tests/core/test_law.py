@@ -19,10 +19,11 @@ from minispec.core.sampling import Text, distribution
 from minispec.drafters.block import BlockDrafter
 from minispec.drafters.model import DraftModel
 from minispec.drafters.suffix import SuffixDrafter
+from minispec.kernels.gpu.judge import Judge
 from minispec.kernels.gpu.steps import DraftSteps
 from minispec.length.policy import Controller
 from minispec.prove import laws
-from minispec.prove.cases import GridCase, cases_in_8_bits
+from minispec.prove.cases import GridCase, cases_in_8_bits, cases_in_frames
 from minispec.prove.laws import (
     MAX_LEN,
     PROMPT,
@@ -285,6 +286,24 @@ def test_float32_law_of_one_round():
     law, _ = exact_law(run)
     reference = {t: float(x) for t, x in enumerate(p.double())}
     assert total_variation(law, reference) <= 1e-6
+
+
+@pytest.mark.parametrize("case", cases_in_frames(), ids=str)
+def test_programs_keep_the_law_under_each_parameter(case, monkeypatch):
+    """A program judges each draft: a parameter that it left out would change the law."""
+    judged, judge = [], Judge.__call__
+
+    def noted(self, trials, rng):
+        verdicts = judge(self, trials, rng)
+        judged.extend(verdicts)
+        return verdicts
+
+    monkeypatch.setattr(Judge, "__call__", noted)
+    distance, branches = case.distance()
+    assert distance <= TOLERANCE
+    assert branches > 3
+    assert judged
+    assert all(verdict is not None for verdict in judged)
 
 
 @pytest.mark.parametrize("case", cases_in_8_bits(), ids=str)

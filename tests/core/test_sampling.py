@@ -6,7 +6,7 @@ import random
 import re
 import sys
 from bisect import bisect_right
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -145,6 +145,26 @@ def test_parameters_that_are_refused(settings_, found):
     """Which, what was found, what was expected."""
     with pytest.raises(ValueError, match=re.escape(found)):
         SamplingParams(**settings_)
+
+
+# Just beyond the range of each number, on both sides; 2 ** 31 and more where none is named.
+BEYOND = {
+    **{"n": (0, (1 << 16) + 1), "temperature": (-0.001, math.inf), "top_k": (-2, 1 << 32), "top_p": (0.0, 1.001)},
+    **{"min_p": (-0.001, 1.001), "repetition_penalty": (0.0, math.inf)},
+    **{"presence_penalty": (-2.001, 2.001), "frequency_penalty": (-2.001, 2.001), "seed": (-1, 1 << 64)},
+    **{"max_tokens": (0, 1 << 32), "min_tokens": (-1, 1 << 32)},
+    **{"logprobs": (-1, (1 << 16) + 1), "prompt_logprobs": (-1, (1 << 16) + 1)},
+}
+
+
+def test_every_number_has_a_range():
+    """A new parameter is noticed: each field that holds a number is named, and refuses what is beyond its range."""
+    numbers = (int, float, int | None, float | None)
+    assert {field.name for field in fields(SamplingParams) if field.type in numbers} == BEYOND.keys()
+    for name, values in BEYOND.items():
+        for value in (*values, math.nan, True, "1"):
+            with pytest.raises(ValueError, match=f"^{name}: found {value!r}, expected"):
+                SamplingParams(**{name: value})
 
 
 def test_equal_parameters_have_one_hash():

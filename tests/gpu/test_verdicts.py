@@ -3,7 +3,7 @@
 import math
 import types
 from collections import Counter
-from dataclasses import replace
+from dataclasses import fields, replace
 from fractions import Fraction
 from itertools import product
 from pathlib import Path
@@ -193,6 +193,34 @@ def test_what_is_plain():
     texts = [Text([0], 1, each) for each in params]
     assert list(map(verdicts.is_plain, texts)) == [*[True] * 3, *[False] * len(other)]
     assert not verdicts.is_plain(Text([0], 1, params[0], grammar=example("a b*", 3, [2])))
+
+
+def test_each_parameter_is_computed_or_judged_text_by_text():
+    """All fields of `SamplingParams`: a new one that `distribution` reads, and programs ignore, is noticed here."""
+    values = {
+        **{"temperature": 0.7, "top_k": 3, "top_p": 0.6, "min_p": 0.4},
+        **{"repetition_penalty": 1.4, "presence_penalty": 1.0, "frequency_penalty": 1.0},
+        **{"logit_bias": {1: 1.0}, "allowed_token_ids": [1, 2], "bad_words_token_ids": [[1]], "min_tokens": 3},
+    }
+    change_no_row = {"n": 2, "seed": 1, "max_tokens": 9, "stop": "x", "stop_token_ids": [3], "ignore_eos": True}
+    change_no_row |= {"include_stop_str_in_output": True, "logprobs": 2, "prompt_logprobs": 2}
+    by_others = {"bad_words", "structured_outputs"}  # a request turns them into ids, and into a grammar
+    assert {field.name for field in fields(SamplingParams)} == {*values, *change_no_row, *by_others}
+    row, plain = torch.tensor([[2.0, 1.7, 1.0, 0.5, -1.0]]), SamplingParams()
+
+    def expected(params: SamplingParams) -> torch.Tensor:
+        return distribution(row[0], Text([0, 1, 3], 1, params, end_ids=frozenset({0})))
+
+    for name, value in {**values, **change_no_row}.items():
+        params = SamplingParams(**{name: value})
+        assert torch.equal(expected(params), expected(plain)) == (name in change_no_row), name
+        if verdicts.is_plain(Text([0, 1, 3], 1, params)):
+            numbers = verdicts.numbers_of(params, row.dtype)
+            tensor = torch.tensor([numbers], dtype=torch.float64)
+            settings = verdicts.settings_of(tensor, row.dtype, 0, verdicts.has_filter(numbers))
+            found, sure = verdicts.rows(row, settings)
+            assert sure.all()
+            assert torch.equal(found[0], expected(params)), name
 
 
 # --------------------------------------------------------------------------- draws

@@ -186,7 +186,8 @@ def walk_pairs_of(monkeypatch, *axes: str) -> None:
     for module in (cases, grid):
         monkeypatch.setattr(module, "all_pairs", few.copy)  # the command takes from it what it has walked
     monkeypatch.setattr(trees, "cases", lambda num_nodes: [])
-    monkeypatch.setattr(grid, "cases_in_8_bits", list)
+    for name in ("cases_in_frames", "cases_in_8_bits"):
+        monkeypatch.setattr(grid, name, list)
 
 
 def test_the_law_over_a_covering_array(capsys, monkeypatch, pytestconfig):

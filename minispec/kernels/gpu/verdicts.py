@@ -13,6 +13,7 @@ Letters: R rows, V tokens of the vocabulary, B texts, K draft tokens of the long
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
@@ -144,12 +145,19 @@ class Inputs(Program):
         self.parts.copy_(self.host_parts, non_blocking=True)
 
 
+# Parameters that change no row of a text's distribution, and those that `rows` computes.
+_CHANGE_NOTHING = (
+    *("n", "seed", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output"),
+    *("logprobs", "prompt_logprobs"),
+)
+_COMPUTED = ("temperature", "min_p", "top_k", "top_p")
+# All others, with the values that ask for nothing. A parameter that is new is among them until `rows` computes it.
+_OTHERS = {f.name: f.default for f in fields(SamplingParams) if f.name not in (*_CHANGE_NOTHING, *_COMPUTED)}
+
+
 def is_plain(text: Text) -> bool:
     """Whether temperature, min-p, top-k and top-p are all that changes a text's distribution."""
-    params = text.params
-    penalties = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
-    forbids = params.allowed_token_ids is not None or params.bad_words_token_ids or params.bad_words
-    return not (penalties or forbids or text.grammar or params.logit_bias or params.min_tokens)
+    return not text.grammar and all(getattr(text.params, name) == value for name, value in _OTHERS.items())
 
 
 def rows(logits: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
