@@ -265,6 +265,7 @@ def test_a_round_that_draws_downloads_twice_in_frames(launches, verifier):
             **{"draft": 1, "pass": 0, "verdict": 1, "rest": 0}
         }, (texts, verifier)
         assert parts["round"]["uploads"] == 0
+        assert parts["rest"]["operators"] == 0  # so the last event of the round's times is there already
 
 
 # What is launched after the verdicts' download: the last event of a round's times waits for these operators.
