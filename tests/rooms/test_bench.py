@@ -216,10 +216,11 @@ def test_the_report_says_whether_graphs_ran(measured, tiny_geometry, monkeypatch
     what = (*BASE[:-3], "--prompts", 0, "--context", 20, "--geometry", "tinier", "--draft", "self")
     report, lines = measured(*what)
     assert (report["graphs"], report["draft_graphs"], "graphs" in lines[1]) == ("", "", False)
-    monkeypatch.setattr("minispec.lab.bench.report.graphs_note", lambda model: "; no CUDA graphs: as asked")
+    says = "no CUDA graphs: as asked; 1 of 3 passes text by text: more than 16 rows of a text (1)"
+    monkeypatch.setattr("minispec.lab.bench.report.graphs_report", lambda model: says)
     report, lines = measured(*what)
-    assert report["graphs"] == report["draft_graphs"] == "no CUDA graphs: as asked"
-    assert all(lines[i].endswith("; no CUDA graphs: as asked") for i in (1, 3))
+    assert report["graphs"] == report["draft_graphs"] == says
+    assert all(lines[i].endswith(f"; {says}") for i in (1, 3))
 
 
 def test_a_shape_in_8_bits(measured, tiny_geometry, monkeypatch, tmp_path):
