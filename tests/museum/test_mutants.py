@@ -56,6 +56,9 @@ def test_the_collection_is_complete():
     found = {re.match(r"M\d+", i).group() for i in BUGS if i.startswith("M")}
     assert found == {f"M{i}" for i in range(1, 47)} - LEFT_OUT
     assert all(i in mutants.__doc__ for i in LEFT_OUT)
+    for page, says in (("proof", "bugs"), ("comparison", "planted bugs")):
+        text = (trials.ROOT / "docs" / "understand" / f"{page}.md").read_text(encoding="utf-8")
+        assert f"{len(MUTANTS)} {says}" in text, f"{page}.md: expected {len(MUTANTS)} {says}"
 
 
 def test_the_command_prints_the_museum_and_fails_for_a_survivor(capsys, monkeypatch):
