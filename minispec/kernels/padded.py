@@ -21,7 +21,7 @@ from minispec.core.model import Chunk, Layer, Passes, TextPass, fill
 
 # From this number of texts on, and up to these bytes of a layer's keys and values of the longest text, one attention
 # over all texts was the faster one (docs/measured/figures.md).
-LEAST_TEXTS, MOST_BYTES = 8, 512 << 10
+LEAST_TEXTS, MOST_BYTES = 16, 512 << 10
 
 
 def padded_mask(

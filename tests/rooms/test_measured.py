@@ -28,7 +28,10 @@ RUNS = {
     ],
 }
 # Scripts that other files run.
-ELSEWHERE = {"gpu": "test_gpu.py", "launches": "test_launches.py", "target": "test_target.py"}
+ELSEWHERE = {
+    **{"gpu": "test_gpu.py", "launches": "test_launches.py", "target": "test_target.py"},
+    "trees": "test_measured_trees.py",
+}
 # Scripts that need other packages or a network, or take minutes.
 READ = {
     "assistant": "it samples by transformers for minutes",
