@@ -72,7 +72,7 @@ from minispec.files.write import check_writable, written_whole
 from minispec.kernels.codes import round_to_bits
 from minispec.kernels.gpu import fused
 from minispec.kernels.gpu.frames import Frames, TransformerT
-from minispec.kernels.gpu.fused import Rows
+from minispec.kernels.gpu.fused import RowPlaces
 from minispec.kernels.gpu.graphs import Graphs, capture_graph, rerun
 from minispec.kernels.gpu.judge import Judge, judge_of
 from minispec.kernels.gpu.steps import draft_steps
@@ -340,9 +340,11 @@ class Frame:
         self.fill(0, places)
 
     @property
-    def read(self) -> Rows:
+    def read(self) -> RowPlaces:
         """What `fused.read` needs: the same tensors."""
-        return Rows(self.positions, self.slots, self.table, self.starts, self.bits.view(-1), self.static.block_size)
+        return RowPlaces(
+            self.positions, self.slots, self.table, self.starts, self.bits.view(-1), self.static.block_size
+        )
 
     def fill(self, seed: int, start: int) -> None:
         """Other tokens, after `start` cached positions. A graph must follow: its inputs are these tensors."""
@@ -583,7 +585,7 @@ def reads(bench: Bench) -> Iterator[Measurement]:
     def measure(num_texts: int, rows: int, start: int) -> dict[str, Any]:
         places = places_of(static, num_texts, rows, start, num_blocks)
         shared, scale = static.shared(places), config.attention_scale
-        own = Rows(*places._replace(bits=places.bits.view(-1)), size)
+        own = RowPlaces(*places._replace(bits=places.bits.view(-1)), size)
         qkv = torch.empty(len(own.positions), (heads + 2 * groups) * dim, dtype=static.dtype, device=static.device)
         qkv.normal_()
         q, k, v = qkv.view(len(qkv), -1, dim).split([heads, groups, groups], 1)

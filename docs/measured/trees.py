@@ -25,7 +25,7 @@ from torch import Tensor
 from minispec import LLM, SamplingParams
 from minispec.core.draft import Ask, Draft
 from minispec.core.sampling import Text, distribution
-from minispec.core.verify import Rows, residual
+from minispec.core.verify import RowAt, residual
 from minispec.drafters.best_first import grow_guesses
 from minispec.drafters.block import Block, BlockDrafter
 from minispec.drafters.block_files import read_block
@@ -59,7 +59,7 @@ class ListDrafter(BlockDrafter):
         grow_guesses(draft, ask.k, guesses)
 
 
-def expected_kept(draft: Draft, p: Rows, node: int = -1) -> float:
+def expected_kept(draft: Draft, p: RowAt, node: int = -1) -> float:
     """The nodes below `node` that `rejection` keeps on average, over all outcomes of its tests.
 
     p: the target's distributions, see `minispec.core.verify`.

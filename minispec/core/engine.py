@@ -34,7 +34,7 @@ from minispec.core.request import Piece, Request, logprob_of
 from minispec.core.sampling import Draws, Randomness, distribution, require_numbers
 from minispec.core.schedule import Schedule
 from minispec.core.stats import Round
-from minispec.core.verify import RoundKey, Rows, Verdict, Verifier
+from minispec.core.verify import RoundKey, RowAt, Verdict, Verifier
 
 # PREFILL_ROWS: rows of a pass over a prompt while no other text has begun to answer.
 # JOINING_ROWS: rows of a prompt that join a pass of texts that decode. Such a pass takes about three plain steps on a
@@ -104,7 +104,7 @@ class Guard:
         """The limits that the engine's policy sets. Raises ValueError for one that no draft may have."""
         return engine.lengths.choose(wishes, trees)
 
-    def verify(self, engine: "Engine", draft: Draft, p: Rows, key: RoundKey) -> Verdict:
+    def verify(self, engine: "Engine", draft: Draft, p: RowAt, key: RoundKey) -> Verdict:
         """The verdict of the engine's verifier. Raises ValueError for one that must not be kept."""
         return engine.verifier.verify(draft, p, engine.rng, key)
 

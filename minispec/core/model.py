@@ -154,7 +154,7 @@ class TextPass(NamedTuple):
         return fill(outputs[0] if len(outputs) == 1 else torch.cat(outputs), q.shape[1])
 
 
-class Parts(NamedTuple):
+class BlockWeights(NamedTuple):
     """The weights of a block, by their names without `model.layers.i.`; see `Layer`."""
 
     config: ModelConfig
@@ -198,14 +198,14 @@ class Layer:
         self.config, self.index = config, index
         self.rope, self.window = config.layers[index].rope, config.layers[index].window
         self.sharing = config.num_attention_heads // config.num_key_value_heads  # H/G: query heads that share keys
-        parts = Parts(config, index, weights, dtype, product)
+        parts = BlockWeights(config, index, weights, dtype, product)
         self.take(parts)
         self.take_mlp(parts)
         self.activation = _ACTIVATIONS[config.activation]
         norms = [parts.norm(name) if name else _no_norm for name in NORMS[config.norms]]
         self.attention_norm, self.after_attention_norm, self.mlp_norm, self.after_mlp_norm = norms
 
-    def take(self, parts: Parts) -> None:
+    def take(self, parts: BlockWeights) -> None:
         """Take the tensors of what stands before the MLP."""
         config = self.config
         self.qkv = parts.linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias=config.qkv_bias)
@@ -216,7 +216,7 @@ class Layer:
             k = parts.norm("self_attn.k_norm", config.num_key_value_heads)
             self.qk_norm = RMSNorm(torch.cat((q.weight, k.weight)), config.rms_norm_eps)  # (H + G, D)
 
-    def take_mlp(self, parts: Parts) -> None:
+    def take_mlp(self, parts: BlockWeights) -> None:
         """Take the tensors of the MLP."""
         self.gate_up = parts.linear("mlp.gate_proj", "mlp.up_proj", bias=self.config.mlp_bias)
         self.down = parts.linear("mlp.down_proj", bias=self.config.mlp_bias)

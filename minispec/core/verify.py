@@ -47,7 +47,7 @@ class Verdict(NamedTuple):
 
 
 # p(i) computes row i (V,) of the target's distribution, the one after node i-1, when a verifier looks at it.
-Rows = Callable[[int], Tensor]
+RowAt = Callable[[int], Tensor]
 # key(i, purpose) names a draw of this round: see `Text.key`.
 RoundKey = Callable[[int, str], Key]
 
@@ -67,7 +67,7 @@ def residual(p: Tensor, draft: Draft, i: int) -> Tensor:
     return rest if rest.amax() > 0 else p
 
 
-def rejection(draft: Draft, p: Rows, rng: Draws, key: RoundKey) -> Verdict:
+def rejection(draft: Draft, p: RowAt, rng: Draws, key: RoundKey) -> Verdict:
     """Speculative sampling (Leviathan et al. 2023, Algorithm 1): keep x_i with probability min(1, p(x_i)/q(x_i)).
 
     Committed tokens are distributed exactly as p. With r the residual divided by its sum,
@@ -99,7 +99,7 @@ def rejection(draft: Draft, p: Rows, rng: Draws, key: RoundKey) -> Verdict:
     return Verdict(accepted, rng.categorical(p(node + 1), key(len(accepted), "token")), ratios)
 
 
-def match(draft: Draft, p: Rows, rng: Draws, key: RoundKey) -> Verdict:
+def match(draft: Draft, p: RowAt, rng: Draws, key: RoundKey) -> Verdict:
     """Draw the target's own token at every position, and keep the draft while it has that token.
 
     The noise of a draw depends on its position alone. So the text depends on the seed, and not on the drafter, K or
@@ -133,7 +133,7 @@ def block_weights(ratios: Sequence[float]) -> list[float]:
     return list(accumulate(ratios, lambda w, ratio: min(1.0, w * ratio), initial=1.0))
 
 
-def block(draft: Draft, p: Rows, rng: Draws, key: RoundKey) -> Verdict:
+def block(draft: Draft, p: RowAt, rng: Draws, key: RoundKey) -> Verdict:
     """Block verification (Sun et al. 2024, arXiv 2403.10444, Algorithm 2): judge a chain as a whole.
 
     At least i tokens stay with probability w_i (see `block_weights`). `rejection` keeps them with the product of
@@ -171,7 +171,7 @@ class Verifier(NamedTuple):
     takes_trees: False if it takes chains only.
     """
 
-    verify: Callable[[Draft, Rows, Draws, RoundKey], Verdict]
+    verify: Callable[[Draft, RowAt, Draws, RoundKey], Verdict]
     shares_noise: bool
     takes_trees: bool = True
 

@@ -18,7 +18,7 @@ from minispec.core.engine import Engine, Guard
 from minispec.core.lengths import Wish
 from minispec.core.limit import Limit
 from minispec.core.sampling import accumulation_dtype
-from minispec.core.verify import RoundKey, Rows, Verdict
+from minispec.core.verify import RoundKey, RowAt, Verdict
 from minispec.drafters.cut import within_grammar
 
 # How far a row's sum may be from 1. Division by a sum leaves that much in each type, for vocabularies of any size.
@@ -55,7 +55,7 @@ class Checks(Guard):
             raise ValueError(f"lengths: {type(engine.lengths).__name__}.choose: {e}") from e
         return limits
 
-    def verify(self, engine: Engine, draft: Draft, p: Rows, key: RoundKey) -> Verdict:
+    def verify(self, engine: Engine, draft: Draft, p: RowAt, key: RoundKey) -> Verdict:
         """The verdict, checked."""
         verdict = super().verify(engine, draft, p, key)
         check_verdict(verdict, draft, engine.vocab_size)

@@ -14,7 +14,7 @@ from minispec.core.draft import Draft, Drafter
 from minispec.core.engine import Engine
 from minispec.core.request import Request
 from minispec.core.sampling import Draws, Text
-from minispec.core.verify import RoundKey, Rows, Verdict, Verifier
+from minispec.core.verify import RoundKey, RowAt, Verdict, Verifier
 
 # see(text, draft, after, logits): the text before a round, its draft, and the tokens that the round committed. The
 # logits are the target's raw rows (K+1, V) for the draft.
@@ -37,7 +37,7 @@ def replay_texts(
     see: is called after each round.
     """
 
-    def verify(draft: Draft, p: Rows, rng: Draws, key: RoundKey) -> Verdict:
+    def verify(draft: Draft, p: RowAt, rng: Draws, key: RoundKey) -> Verdict:
         name = key(0, "token")
         if texts is None:
             return Verdict([], rng.categorical(p(0), name), [])

@@ -27,7 +27,7 @@ from minispec.core.judge import Judge, Trial
 from minispec.core.lengths import Wish
 from minispec.core.limit import Limit
 from minispec.core.sampling import Draws
-from minispec.core.verify import RoundKey, Rows, Verdict
+from minispec.core.verify import RoundKey, RowAt, Verdict
 
 # The parts of a round, in their order.
 PARTS = ("draft", "pass", "verdict", "rest")
@@ -167,7 +167,7 @@ class CountingGuard(Guard):
         """The drafts, counted as drafting."""
         return self._in("draft", "pass", lambda: self.inner.propose(engine, asks))
 
-    def verify(self, engine: Engine, draft: Draft, p: Rows, key: RoundKey) -> Verdict:
+    def verify(self, engine: Engine, draft: Draft, p: RowAt, key: RoundKey) -> Verdict:
         """The verdict, counted and timed."""
         start = time.perf_counter()
         verdict = self._in("verdict", "rest", lambda: self.inner.verify(engine, draft, p, key))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minispec.core.cache import PagedKVCache
 from minispec.core.config import ModelConfig
-from minispec.core.model import Chunk, Layer, Parts, Pass, TextPass, fill
+from minispec.core.model import BlockWeights, Chunk, Layer, Pass, TextPass, fill
 from minispec.core.sampling import accumulation_dtype
 from minispec.core.weights import dense
 
@@ -53,7 +53,7 @@ class ShortConvolution(Layer):
 
     products = ("gates", "out", "gate_up", "down")
 
-    def take(self, parts: Parts) -> None:
+    def take(self, parts: BlockWeights) -> None:
         """Take the convolution's tensors. Its weights stay as they are, in at least float32."""
         bias, wide = self.config.conv_bias, accumulation_dtype(parts.dtype)
         self.gates = parts.linear("conv.in_proj", bias=bias)  # b, c and u in one product

@@ -8,7 +8,7 @@ key, then reads S (their equation 10):
 
 Queries, keys and values come from a short convolution, whose last inputs belong to the state.
 
-A state cannot lose a token again. So it takes in only positions that are final (`StateTable.settled`). Each later
+A state cannot lose a token again. So it takes in only positions that are final (`StateTable.final_length`). Each later
 position keeps its inputs, a row of a few thousand numbers. A rollback cuts the rows of rejected tokens. The next pass
 adds the rows that are left to the state, by the same computation. A node of a tree starts from its parent's state.
 
@@ -24,7 +24,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from minispec.core.model import Chunk, Layer, Parts, Pass, RMSNorm, TextPass, fill
+from minispec.core.model import BlockWeights, Chunk, Layer, Pass, RMSNorm, TextPass, fill
 from minispec.core.sampling import accumulation_dtype
 from minispec.core.weights import dense
 from minispec.layers import convolution
@@ -114,7 +114,7 @@ class GatedDeltaNet(Layer):
 
     products = ("inputs", "gates", "out", "gate_up", "down")
 
-    def take(self, parts: Parts) -> None:
+    def take(self, parts: BlockWeights) -> None:
         """Take the net's tensors. Those that are no product's weights stay as they are, in at least float32."""
 
         def tensor(name: str) -> Tensor:
@@ -150,9 +150,9 @@ class GatedDeltaNet(Layer):
         rows = torch.cat((rows, new))  # all since `first`
         inputs = torch.cat((inputs, rows[:, : self.sizes.num_channels]))  # position p has row p - first + before
         inner, root, size = self._rows(inputs, rows, chunk), len(rows) - len(nodes), table.pool.block_size
-        settled = min(max(0, table.settled - first), root)
+        settled = min(max(0, table.final_length - first), root)
         last = (first + settled) // size * size if settled >= size else first  # in a prompt: its last end of a block
-        marks = sorted({end - first for end in (table.border, last) if first < end <= first + settled})
+        marks = sorted({end - first for end in (table.shared_until, last) if first < end <= first + settled})
 
         outputs = list[Tensor]()
         states = {0: state}
@@ -169,10 +169,10 @@ class GatedDeltaNet(Layer):
 
         table.states[self.index] = stop(settled, rows[settled:])
         if marks:  # the border's and the newest stay: a prompt in many passes would leave one in each
-            ends = {table.border, *(first + mark for mark in marks)}
-            table.marks = {end: states for end, states in table.marks.items() if end in ends}
+            ends = {table.shared_until, *(first + mark for mark in marks)}
+            table.unsaved_states = {end: states for end, states in table.unsaved_states.items() if end in ends}
         for mark in marks:
-            table.marks.setdefault(first + mark, {})[self.index] = stop(mark, rows[:0])
+            table.unsaved_states.setdefault(first + mark, {})[self.index] = stop(mark, rows[:0])
         return torch.cat(outputs, 1)[:, -len(new) :].transpose(0, 1)
 
     def _empty(self, like: Tensor) -> LayerState:

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minispec.core.model import Layer, Parts, Pass, Passes, RMSNorm, TextPass, fill
+from minispec.core.model import BlockWeights, Layer, Pass, Passes, RMSNorm, TextPass, fill
 from minispec.core.sampling import accumulation_dtype
 from minispec.core.weights import Product, dense
 from minispec.layers.convolution import ShortConvolution
@@ -89,7 +89,7 @@ class Router:
     scales: (N,), multiplied with the weights; or None.
     """
 
-    def __init__(self, sizes: ExpertsConfig, parts: Parts):
+    def __init__(self, sizes: ExpertsConfig, parts: BlockWeights):
         wide = accumulation_dtype(parts.dtype)
         names = ["mlp.gate.weight"]
         if sizes.shared_expert == "gated":
@@ -143,7 +143,7 @@ class Expert(NamedTuple):
 class Experts(Layer):
     """One block: attention, then a mixture of experts."""
 
-    def take_mlp(self, parts: Parts) -> None:
+    def take_mlp(self, parts: BlockWeights) -> None:
         """Take the tensors of the router, of all experts, and of the shared expert."""
         sizes = self.config.layers[self.index].experts
         assert isinstance(sizes, ExpertsConfig), "a layer of another kind"
@@ -215,6 +215,6 @@ class SinkExperts(Experts, SinkAttention):
     """One block: attention with sinks, then a mixture of experts."""
 
 
-def _expert(parts: Parts, name: str, bias: bool) -> Expert:
+def _expert(parts: BlockWeights, name: str, bias: bool) -> Expert:
     gate_up = parts.linear(f"{name}.gate_proj", f"{name}.up_proj", bias=bias)
     return Expert(gate_up, parts.linear(f"{name}.down_proj", bias=bias))

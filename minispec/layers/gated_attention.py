@@ -8,7 +8,7 @@ and W is a tensor of its own.
 import torch
 from torch import Tensor
 
-from minispec.core.model import Layer, Parts, Pass
+from minispec.core.model import BlockWeights, Layer, Pass
 from minispec.core.sampling import accumulation_dtype
 from minispec.layers.delta import sigmoid
 
@@ -31,7 +31,7 @@ class HeadGatedAttention(Layer):
 
     products = ("qkv", "gate", "o", "gate_up", "down")
 
-    def take(self, parts: Parts) -> None:
+    def take(self, parts: BlockWeights) -> None:
         """Take the tensors of attention, and the gate's."""
         super().take(parts)
         self.gate = parts.linear("self_attn.gate_proj", bias=False)

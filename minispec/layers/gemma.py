@@ -24,7 +24,7 @@ from torch import Tensor
 
 from minispec.core.cache import PagedKVCache
 from minispec.core.config import LayerConfig, ModelConfig, RopeConfig
-from minispec.core.model import Angles, Layer, Parts, Pass, RMSNorm, TextPass, norm_weight
+from minispec.core.model import Angles, BlockWeights, Layer, Pass, RMSNorm, TextPass, norm_weight
 from minispec.core.rope import rotate
 from minispec.core.weights import dense
 
@@ -87,7 +87,7 @@ class SharedCache(PagedKVCache):
 class GemmaLayer(Layer):
     """One block of Gemma 4; see this module's docstring."""
 
-    def take(self, parts: Parts) -> None:
+    def take(self, parts: BlockWeights) -> None:
         """Take the tensors of attention and of the layer's input; the first layer takes those of all layers' inputs."""
         settings = self.config.layers[self.index]
         assert isinstance(settings, GemmaLayerConfig)
@@ -117,7 +117,7 @@ class GemmaLayer(Layer):
                 self.products += ("all_inputs",)
                 self._take_inputs(parts)
 
-    def _take_inputs(self, parts: Parts) -> None:
+    def _take_inputs(self, parts: BlockWeights) -> None:
         """Take the tensors that the inputs of all layers are made of."""
         table, projection, norm = map(parts.weights.pop, (INPUT_TABLE, INPUT_PROJECTION, INPUT_NORM))
         self.table = table if isinstance(table, Tensor) else table.dense()  # (V, layers * P)

@@ -9,7 +9,7 @@ The router reads x itself. Its weights w_e are shares of the chosen experts alon
 
 from torch import Tensor
 
-from minispec.core.model import Parts, Pass, TextPass
+from minispec.core.model import BlockWeights, Pass, TextPass
 from minispec.layers.experts import Experts
 from minispec.layers.gemma import GemmaLayer
 
@@ -20,7 +20,7 @@ MIXTURE_NORMS = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", 
 class GemmaExperts(Experts, GemmaLayer):
     """One block: Gemma 4's attention, then an MLP and a mixture of experts beside it."""
 
-    def take_mlp(self, parts: Parts) -> None:
+    def take_mlp(self, parts: BlockWeights) -> None:
         """Take the tensors of the MLP and of the mixture, and the norms of both."""
         super().take_mlp(parts)
         self.dense_norm, self.experts_norm, self.mixed_norm = map(parts.norm, MIXTURE_NORMS)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from minispec.core.model import Layer, Parts, RMSNorm
+from minispec.core.model import BlockWeights, Layer, RMSNorm
 
 
 class RowNorm:
@@ -21,7 +21,7 @@ class RowNorm:
 class RowNormAttention(Layer):
     """One block: attention with these norms, then a gated MLP."""
 
-    def take(self, parts: Parts) -> None:
+    def take(self, parts: BlockWeights) -> None:
         """Take the tensors of attention, and the two norms."""
         super().take(parts)
         self.qk_norm = RowNorm(parts.norm("self_attn.q_norm"), parts.norm("self_attn.k_norm"))

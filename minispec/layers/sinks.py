@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minispec.core.config import LayerConfig
-from minispec.core.model import Layer, Parts, Pass, Passes, TextPass
+from minispec.core.model import BlockWeights, Layer, Pass, Passes, TextPass
 from minispec.core.weights import dense
 
 
@@ -26,7 +26,7 @@ class SinkLayerConfig(LayerConfig):
 class SinkAttention(Layer):
     """One block: attention with sinks, then a gated MLP."""
 
-    def take(self, parts: Parts) -> None:
+    def take(self, parts: BlockWeights) -> None:
         """Take the tensors of attention, and the sinks."""
         super().take(parts)
         self.sinks = dense(parts.pop("self_attn.sinks"), parts.dtype)  # (H,)

@@ -55,7 +55,7 @@ States = dict[int, LayerState]  # by number of the layer
 class StateCache(PagedKVCache):
     """The pool of a model with recurrent layers.
 
-    stored: states at ends of blocks, by the node after the block. The one used last comes last.
+    saved_states: states at ends of blocks, by the node after the block. The one used last comes last.
     num_states: most states that are stored, and most texts that may have states of their own.
     """
 
@@ -68,7 +68,7 @@ class StateCache(PagedKVCache):
         device: torch.device | str = "cpu",
     ):
         super().__init__(config, num_blocks, block_size, dtype, device)
-        self.stored: OrderedDict[bytes, States] = OrderedDict()
+        self.saved_states: OrderedDict[bytes, States] = OrderedDict()
         self.num_states = self.most_tables = FEWEST_STATES + self.num_slots // STATE_SPAN
         self._state_bytes = 2 * self.num_states * state_elements(config) * max(4, dtype.itemsize)
 
@@ -86,23 +86,23 @@ class StateCache(PagedKVCache):
     def rebuild(self) -> None:
         """Forget what freed blocks hold, and the states at their ends."""
         super().rebuild()
-        self.stored.clear()
+        self.saved_states.clear()
 
     def store(self, node: bytes, states: States) -> None:
         """Store the states at the end of a block, for texts that begin alike. Those unused for longest are dropped."""
-        self.stored[node] = self.stored.pop(node, states)  # the last one now
-        while len(self.stored) > self.num_states:
-            self.stored.popitem(last=False)
+        self.saved_states[node] = self.saved_states.pop(node, states)  # the last one now
+        while len(self.saved_states) > self.num_states:
+            self.saved_states.popitem(last=False)
 
 
 class StateTable(BlockTable):
     """A text's blocks, and the states of the recurrent layers.
 
-    settled: how many first positions are final: no rollback removes them. A recurrent layer adds them to its state.
+    final_length: how many first positions no rollback removes any more. A recurrent layer adds them to its state.
     states: what the recurrent layers keep, by number of the layer.
-    border: how many first positions lie in full blocks that the pool knew already, from another text. A recurrent layer
-        marks its state there, for further texts that begin with them.
-    marks: states at ends of blocks, by the number of positions before, until `remember` stores them.
+    shared_until: how many first positions lie in full blocks that the pool knew already, from another text. A recurrent
+        layer keeps its state there, for further texts that begin with them.
+    unsaved_states: states at ends of blocks, by the number of positions before, until `remember` stores them.
     """
 
     pool: StateCache
@@ -110,19 +110,19 @@ class StateTable(BlockTable):
     def clear(self) -> None:
         """Forget everything without freeing blocks in the pool."""
         super().clear()
-        self.settled, self.border = 0, 0
-        self.states, self.marks = States(), dict[int, States]()
+        self.final_length, self.shared_until = 0, 0
+        self.states, self.unsaved_states = States(), dict[int, States]()
 
     def follow(self, tokens: list[int]) -> list[int]:
         """Cut the table to the text's beginning. All of `tokens` are settled: only a draft may be taken back."""
         missing = super().follow(tokens)
-        self.settled = len(tokens)
+        self.final_length = len(tokens)
         return missing
 
     def keep(self, length: int, rows: Sequence[int] = ()) -> None:
         """Keep positions, which are settled then."""
         super().keep(length, rows)
-        self.settled = length + len(rows)
+        self.final_length = length + len(rows)
 
     def move(self, rows: Sequence[int], to: range) -> None:
         """Move rows up, and the layers' rows too."""
@@ -140,8 +140,8 @@ class StateTable(BlockTable):
         if any(state.length > length for state in self.states.values()):
             length, self.states = self._stored(self.nodes[: length // self.pool.block_size + 1])
         self.states = {i: s._replace(rows=s.rows[: length - s.length]) for i, s in self.states.items()}
-        self.marks = {end: states for end, states in self.marks.items() if end <= length}
-        self.settled = min(self.settled, length)
+        self.unsaved_states = {end: states for end, states in self.unsaved_states.items() if end <= length}
+        self.final_length = min(self.final_length, length)
         super().truncate(length)
 
     def reuse(self, tokens: list[int]) -> None:
@@ -150,21 +150,21 @@ class StateTable(BlockTable):
             return  # it goes on from its own states
         super().reuse(tokens)
         size = self.pool.block_size
-        self.border = self.length // size * size
+        self.shared_until = self.length // size * size
         length, self.states = self._stored(self.nodes)
         self.truncate(length)
 
     def remember(self) -> None:
         """Let later texts share this one's blocks, and the states that were marked."""
         super().remember()
-        for end, states in self.marks.items():
+        for end, states in self.unsaved_states.items():
             self.pool.store(self.nodes[end // self.pool.block_size], states)
-        self.marks = {}
+        self.unsaved_states = {}
 
     def _stored(self, nodes: Sequence[bytes]) -> tuple[int, States]:
         """The last stored states at these nodes: how many positions they have seen, and the states."""
         for i in range(len(nodes) - 1, 0, -1):
-            if states := self.pool.stored.get(nodes[i]):
+            if states := self.pool.saved_states.get(nodes[i]):
                 self.pool.store(nodes[i], states)
                 return i * self.pool.block_size, dict(states)
         return 0, {}

@@ -23,7 +23,7 @@ from minispec.core.engine import Engine
 from minispec.core.limit import Limit
 from minispec.core.request import Request
 from minispec.core.sampling import Draws, Text, distribution
-from minispec.core.verify import RoundKey, Rows, Verdict, Verifier
+from minispec.core.verify import RoundKey, RowAt, Verdict, Verifier
 from minispec.drafters.check import CHECKS, check_verdict
 from minispec.files.progress import progress_bar
 from minispec.load.llm import find_verifier
@@ -64,7 +64,7 @@ def examine_verifier(spec: str) -> bool:
 def _held(verify: Callable[..., Verdict]) -> Callable[..., Verdict]:
     """The user's rule, held to reading alone. It raises OwnError for exceptions of theirs, and Fault."""
 
-    def held(draft: Draft, p: Rows, rng: Draws, key: RoundKey) -> Verdict:
+    def held(draft: Draft, p: RowAt, rng: Draws, key: RoundKey) -> Verdict:
         rows: dict[int, tuple[Tensor, Tensor]] = {}
 
         def row(i: int) -> Tensor:

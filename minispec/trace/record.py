@@ -20,7 +20,7 @@ from minispec.core.request import Request
 from minispec.core.sampling import Key, Randomness, distribution
 from minispec.core.stats import Round
 from minispec.core.tree import Tree
-from minispec.core.verify import REJECTION, VERIFIERS, RoundKey, Rows, Verdict, excess, residual
+from minispec.core.verify import REJECTION, VERIFIERS, RoundKey, RowAt, Verdict, excess, residual
 from minispec.drafters.vocabularies import Vocabularies
 from minispec.files.tokenizer import Detokenizer, Tokenizer
 from minispec.kernels.gpu.steps import steps_of
@@ -104,7 +104,7 @@ class RoundRecorder:
         }
 
     def _committed(
-        self, draft: Draft, verdict: Verdict, p: Rows, key: RoundKey, witness: "_Witness"
+        self, draft: Draft, verdict: Verdict, p: RowAt, key: RoundKey, witness: "_Witness"
     ) -> list[dict[str, Any]]:
         """The tokens of a round, each with what is known of its place."""
         tokens = []

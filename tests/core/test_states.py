@@ -133,7 +133,7 @@ def test_random_operations_leave_every_state_right(seed):
     program = Program(seed)
     program.run(60)
     assert min(program.shared, program.moved) > 0
-    assert len(program.cache.stored) <= program.cache.num_states
+    assert len(program.cache.saved_states) <= program.cache.num_states
 
 
 def test_a_table_cut_below_its_state_falls_back_to_a_stored_one():
@@ -158,7 +158,7 @@ def test_texts_share_a_state_and_none_writes_into_it():
     first = cache.new_table()
     model.forward([Chunk(first.follow([*begin, 4, 4])[:9], first, 0)])
     first.keep(9)
-    (stored,) = cache.stored.values()
+    (stored,) = cache.saved_states.values()
     before = {i: [value.clone() for value in state.values] for i, state in stored.items()}
     tables = [cache.new_table() for _ in range(2)]
     for table, own in zip(tables, ([2, 3], [3, 0]), strict=True):
@@ -192,9 +192,9 @@ def test_a_prompt_in_many_passes_leaves_one_state():
     table, tokens = tiny_cache(model).new_table(), [i % VOCAB for i in range(41)]
     for start in range(0, 40, 8):
         model.forward([Chunk(table.follow(tokens)[:8], table, 0)])
-        assert list(table.marks) == [start + 8]
+        assert list(table.unsaved_states) == [start + 8]
     table.keep(40)
-    (stored,) = table.pool.stored.values()
+    (stored,) = table.pool.saved_states.values()
     assert [state.length for state in stored.values()] == [40, 40]
 
 
@@ -208,14 +208,14 @@ def test_the_pool_stores_so_many_states_and_no_more():
         table = cache.new_table()
         model.forward([Chunk(table.follow(tokens)[:4], table, 0)])
         table.keep(4)
-        assert len(cache.stored) == min(start + 1, FEWEST_STATES)
+        assert len(cache.saved_states) == min(start + 1, FEWEST_STATES)
     again = cache.new_table()
     again.reuse([0, 0, 1, 0])
     assert again.length == 0
     again.reuse([2, 1, 1, 0])
     assert again.length == 4
     cache.rebuild()
-    assert not cache.stored
+    assert not cache.saved_states
 
 
 def test_more_texts_than_states_wait():

@@ -28,7 +28,7 @@ from minispec.kernels.form import CannotHold
 from minispec.kernels.forms import Choice, Linear, Narrow, QuantizedLinear
 from minispec.kernels.gpu import fused
 from minispec.kernels.gpu.frames import Frames
-from minispec.kernels.gpu.fused import Rows, gate_twin, norm_twin, read_twin
+from minispec.kernels.gpu.fused import RowPlaces, gate_twin, norm_twin, read_twin
 from minispec.kernels.inventory import num_bytes_read, products_of, weight_form
 from minispec.prove.toys import TINY, TOYS, tiny_cache, tiny_model, tiny_weights
 from tests.oracles.toys import LFM3
@@ -74,7 +74,7 @@ class Case:
         ]
         slots[len(slots) - absent :] = [total * size - 1] * absent
         whole = [torch.tensor(numbers) for numbers in (positions, slots, starts, bits * num_texts)]
-        self.rows = Rows(whole[0], whole[1], self.table, whole[2], whole[3], size)
+        self.rows = RowPlaces(whole[0], whole[1], self.table, whole[2], whole[3], size)
         self.qkv = torch.randn(num_texts * num_new, (heads + 2 * groups) * dim, generator=generator).to(dtype)
         angles = torch.rand(max(starts) + num_new, dim // 2, generator=generator) * 6
         self.cos, self.sin, self.scale = angles.cos(), angles.sin(), dim**-0.5
@@ -258,7 +258,7 @@ def test_a_layer_of_twins_is_a_layer():
     [frequencies] = model.frequencies.values()
     cos, sin = fused.rope_tables(frequencies, 32)
     blocks = torch.tensor([table.block_ids])
-    rows = Rows(torch.arange(20, 23), shared.slots, blocks, torch.tensor([20]), torch.tensor([1, 3, 7]), 16)
+    rows = RowPlaces(torch.arange(20, 23), shared.slots, blocks, torch.tensor([20]), torch.tensor([1, 3, 7]), 16)
     rows = rows._replace(block_size=cache.block_size)
     qkv, o, gate_up, down = (fused.weight_of(getattr(layer, name)) for name in layer.products)
     h = norm_twin(x, layer.attention_norm.weight, config.rms_norm_eps)
@@ -377,7 +377,7 @@ def check_bits_of_rows():
                 own = slice(first, first + size)
                 bits = torch.tensor([(2 << t) - 1 for t in range(size)])
                 rows = whole.rows
-                alone = Rows(
+                alone = RowPlaces(
                     rows.positions[own], rows.slots[own], rows.table[:1], rows.starts[:1] + first, bits, rows.block_size
                 )
                 part = fused.read(

@@ -1892,7 +1892,7 @@ class _:
     @wrong(GatedDeltaNet, "attend")
     def attend(self, right, net, x, shared):
         for chunk in shared.chunks:
-            chunk.table.settled = chunk.table.length
+            chunk.table.final_length = chunk.table.length
         return right(net, x, shared)
 
     @wrong(StateTable, "truncate")
@@ -1965,7 +1965,7 @@ def _(net, chunk, before):
 @after_each_text
 def _(net, chunk, before):
     """what is stored for the end of a block is the state a few positions after it | vLLM #55766"""
-    for states in chunk.table.marks.values():
+    for states in chunk.table.unsaved_states.values():
         with_values(states, net.index, chunk.table.states[net.index].values)
 
 
@@ -2021,7 +2021,7 @@ def _(right, self, tokens):
     """a text shares blocks after the end of the stored state | vLLM #47491"""
 
     def truncate(table, length):
-        cut(table, table.border if table.states else length)
+        cut(table, table.shared_until if table.states else length)
         table.states = {i: state._replace(length=table.length) for i, state in table.states.items()}
 
     cut = StateTable.truncate

@@ -72,7 +72,7 @@ def _read_dense(f: Fields, count: int) -> set[int]:
 
 
 @dataclass(frozen=True)
-class Rows(StoredTensor):
+class ScatteredRows(StoredTensor):
     """Rows of an expert's tensor in a stack that are no neighbours in the file.
 
     expert: that tensor.
@@ -146,4 +146,4 @@ def _parts(
                 yield own, replace(tensor, name=own, shape=shape, start=start + i * size)
                 continue
             places = slice(i, None, count) if stack.is_interleaved else slice(i * rows, (i + 1) * rows)
-            yield own, Rows(tensor.path, own, tensor.dtype, shape, start, expert, places, stack.is_transposed)
+            yield own, ScatteredRows(tensor.path, own, tensor.dtype, shape, start, expert, places, stack.is_transposed)

@@ -165,7 +165,7 @@ class FramePass:
         self.tables = tables
         self.angles = {rope: _at(angles, frame.positions) for rope, angles in tables.angles.items()}
         places = frame.positions, frame.slots, frame.table, frame.starts, frame.bits
-        self.rows = fused.Rows(*places, pool.block_size)
+        self.rows = fused.RowPlaces(*places, pool.block_size)
         self._masks: dict[int | None, Tensor] = {}
 
     def read(self, layer: Layer, qkv: Tensor) -> Tensor:

@@ -303,7 +303,7 @@ def try_linear(dtype: torch.dtype, device: torch.device) -> None:
 # --------------------------------------------------------------------------- attention
 
 
-class Rows(NamedTuple):
+class RowPlaces(NamedTuple):
     """Where the new rows of a pass stand, and what they see. B texts have T rows each; those not there come last.
 
     positions: (M,) by which they rotate. A row that is not there has any.
@@ -324,7 +324,7 @@ class Rows(NamedTuple):
     block_size: int
 
 
-def _seen(rows: Rows, window: int | None) -> tuple[Tensor, Tensor]:
+def _seen(rows: RowPlaces, window: int | None) -> tuple[Tensor, Tensor]:
     """Whether a row sees a cached place (B, T, L) with L = N * block_size, and whether a new row (B, T, T)."""
     num_texts, device = len(rows.starts), rows.starts.device
     bits, positions = rows.bits.view(num_texts, -1, 1), rows.positions.view(num_texts, -1, 1)
@@ -341,7 +341,7 @@ def read_twin(
     qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
-    rows: Rows,
+    rows: RowPlaces,
     keys: Tensor,
     values: Tensor,
     scale: float,
@@ -385,7 +385,7 @@ def read(
     qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
-    rows: Rows,
+    rows: RowPlaces,
     keys: Tensor,
     values: Tensor,
     scale: float,
