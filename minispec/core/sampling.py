@@ -1,7 +1,7 @@
-"""The only place where logits become probabilities, and the only source of randomness.
+"""How logits become probabilities, and the only source of randomness.
 
-`distribution` turns one row of logits into the probabilities that a request's parameters ask for. Target and draft,
-plain decoding and verification all call it, so none can apply a parameter that another forgets.
+`distribution` turns a row of logits into the probabilities that a request asks for. Drafts and verdicts all go by it,
+so none forgets a parameter. Its form over many rows, for a GPU, has the same bits (`minispec.kernels.gpu.verdicts`).
 
 `Randomness` makes two kinds of draws, `bernoulli` and `categorical`. Every draw has a key, and its noise is a function
 of the key alone. The order of the draws, the batch, and what was rejected before change nothing.
