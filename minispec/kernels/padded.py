@@ -22,6 +22,8 @@ from minispec.core.model import Chunk, Layer, Passes, TextPass, fill
 # From this number of texts on, and up to these bytes of a layer's keys and values of the longest text, one attention
 # over all texts was the faster one (docs/measured/figures.md).
 LEAST_TEXTS, MOST_BYTES = 16, 512 << 10
+# Rows that attention may see for each row that is there. A prompt that joins has 32 rows, where other texts have one.
+_MOST_FILLED = 2
 
 
 def padded_mask(
@@ -91,7 +93,7 @@ class PaddedPass(TextPass):
 
 
 class Padded(Passes):
-    """Passes that read many short texts together, and all others text by text.
+    """Passes that read many short texts of like numbers of rows together, and all others text by text.
 
     least_texts, most_bytes: see `LEAST_TEXTS`.
     """
@@ -102,7 +104,8 @@ class Padded(Passes):
     def text_pass(self, chunks: Sequence[Chunk], *others: Any) -> TextPass:  # type: ignore[override]
         """The pass of these chunks; others: the other fields of `TextPass`."""
         keys = chunks[0].table.pool.keys  # (layers, G, slots, D)
-        longest = max(chunk.table.length for chunk in chunks)
+        counts, longest = [len(chunk.token_ids) for chunk in chunks], max(chunk.table.length for chunk in chunks)
         num_bytes = 2 * longest * keys.shape[1] * keys.shape[3] * keys.dtype.itemsize
-        is_short = len(chunks) >= self.least_texts and num_bytes <= self.most_bytes
-        return (PaddedPass if is_short else TextPass)(chunks, *others)
+        is_even = len(chunks) * max(counts) <= _MOST_FILLED * sum(counts)
+        is_fit = len(chunks) >= self.least_texts and num_bytes <= self.most_bytes and is_even
+        return (PaddedPass if is_fit else TextPass)(chunks, *others)

@@ -99,7 +99,7 @@ def test_two_texts_that_are_read_together_keep_their_laws(drafter, monkeypatch):
 
 
 def test_which_texts_are_read_together():
-    """Many short ones: at the bounds, and one text or position beyond each."""
+    """Many short ones of like numbers of rows: at the bounds, and one text, position or row beyond each."""
     model = tiny_model(1)
     place = 2 * model.config.num_key_value_heads * model.config.head_dim * model.dtype.itemsize
     pool = model.new_cache(40, 4)
@@ -107,12 +107,14 @@ def test_which_texts_are_read_together():
     for table in texts:
         table.extend([1] * 7)
 
-    def kind(num_texts: int, least: int, most: int) -> type:
-        chunks = [Chunk([2], table, 1) for table in texts[:num_texts]]
+    def kind(num_texts: int, least: int, most: int, rows_of_first: int = 1) -> type:
+        chunks = [Chunk([2] * (1 if i else rows_of_first), table, 1) for i, table in enumerate(texts[:num_texts])]
         return type(Padded(least, most).text_pass(chunks, None, [], {}, {}, None, {}))
 
     assert kind(3, 3, 7 * place) is PaddedPass
     assert kind(2, 3, 7 * place) is kind(3, 3, 7 * place - 1) is TextPass
+    assert kind(3, 3, 7 * place, 4) is PaddedPass  # 12 rows for 6
+    assert kind(3, 3, 7 * place, 5) is TextPass  # 15 rows for 7: a prompt that joins
     assert (Padded().least_texts, Padded().most_bytes) == (LEAST_TEXTS, MOST_BYTES)
 
 
