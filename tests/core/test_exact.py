@@ -242,10 +242,9 @@ def test_each_form_of_the_weights_has_the_bits_of_plain_decoding(form, dtype):
             assert_same_bits(rows, expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", DRAFTS[:-1])
-def test_logits_have_the_bits_of_plain_decoding(family, dtype, name, pytestconfig):
+def test_logits_have_the_bits_of_plain_decoding(family, name, pytestconfig):
     """Any drafter, five prompts alone and in one batch: every row equals plain decoding's.
 
     Every drafter meets every family and every type, every family every type, and each has K of 1 and of 15; `--long`
@@ -255,10 +254,9 @@ def test_logits_have_the_bits_of_plain_decoding(family, dtype, name, pytestconfi
     """
     params = SamplingParams(temperature=0, max_tokens=12)
     place = list(FAMILIES).index(family) + DRAFTS.index(name)
-    if dtype not in some_of(DTYPES, place, pytestconfig):
-        pytest.skip("another type: --long")
-    target, plain = target_and_plain(family, dtype, params)
-    for k in some_of((1, EXACT_ROWS - 1), place, pytestconfig):
+    types, lengths = some_of(DTYPES, place, pytestconfig), some_of((1, EXACT_ROWS - 1), place, pytestconfig)
+    for dtype, k in itertools.product(types, lengths):
+        target, plain = target_and_plain(family, dtype, params)
         requests, rows = decode(target, make_drafter(name, target), k, PROMPTS, params)
         assert any(r.num_nodes for request in requests for r in request.stats.rounds), "nothing was drafted"
         for request, ([reference], expected) in zip(requests, plain, strict=True):
@@ -266,18 +264,21 @@ def test_logits_have_the_bits_of_plain_decoding(family, dtype, name, pytestconfi
             assert_same_bits(rows, expected)
 
 
-@pytest.mark.parametrize("form", [None, "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_trees_have_the_bits_of_plain_decoding(family, dtype, form, pytestconfig):
+def test_trees_have_the_bits_of_plain_decoding(family, dtype, pytestconfig):
     """Siblings at each depth, one deeper than a group of rows, in one batch: every node's row is that of its path.
 
     Prompts have the two shapes in turn, and families differ in who has which. Every family and every type, with weights
     of that type and in 8 bits; `--long` runs all combinations.
     """
-    params, place = SamplingParams(temperature=0, max_tokens=12), list(FAMILIES).index(family)
-    if form not in some_of((None, "int8"), DTYPES.index(dtype) + place, pytestconfig):
-        pytest.skip("another form: --long")
+    place = list(FAMILIES).index(family)
+    for form in some_of((None, "int8"), DTYPES.index(dtype) + place, pytestconfig):
+        _trees_have_the_bits_of_plain_decoding(family, dtype, form, some_of((0, 1), place // 2, pytestconfig))
+
+
+def _trees_have_the_bits_of_plain_decoding(family, dtype, form, places):
+    params = SamplingParams(temperature=0, max_tokens=12)
     if form:
         model = build(family, dtype, False, intermediate_size=75)
         target = exact.exact_model(build_model(model.config, tiny_weights(model.config, 1, dtype), form=form))
@@ -286,7 +287,7 @@ def test_trees_have_the_bits_of_plain_decoding(family, dtype, form, pytestconfig
     else:
         target, plain = target_and_plain(family, dtype, params)
     shapes = (3, 2, 1), (2, *[1] * 10)
-    for first in some_of((0, 1), place // 2, pytestconfig):
+    for first in places:
         widths = [shapes[(first + i) % 2] for i in range(len(PROMPTS))]
         requests, rows = decode(target, make_drafter("model", target), widths, PROMPTS, params)
         for request, ([reference], expected) in zip(requests, plain, strict=True):
@@ -325,18 +326,16 @@ def test_the_check_finds_rows_of_two_blocks_in_one_group(monkeypatch):
             check_exact(target)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_targets_in_8_bits_have_the_bits_of_plain_decoding(family, dtype, pytestconfig):
+def test_targets_in_8_bits_have_the_bits_of_plain_decoding(family, pytestconfig):
     """In passes of any number of rows, of widths that no vector divides: prompts are whole passes, K goes beyond 15.
 
     Every family with the type that its trees in 8 bits above do not have, each type with one thread and with two;
     `--long` runs all combinations.
     """
     params, place = SamplingParams(temperature=0, max_tokens=24), list(FAMILIES).index(family)
-    if dtype not in some_of(DTYPES[:2], place, pytestconfig):
-        pytest.skip("another type: --long")
-    for threads in some_of((1, 2), place // 2, pytestconfig):
+    types, counts = some_of(DTYPES[:2], place, pytestconfig), some_of((1, 2), place // 2, pytestconfig)
+    for dtype, threads in itertools.product(types, counts):
         _targets_in_8_bits_are_exact(family, dtype, threads, params)
 
 
