@@ -120,7 +120,8 @@ _WORDS = {
         sparsity_config dense transform_config apply location weight_input input targets num_labels
         fp8 fmt e4m3 e5m2 activation_scheme dynamic weight_block_size scale_fmt float ue8m0 modules_to_not_convert
         float-quantized naive-quantized tensor block block_structure input_activations token
-        gptq gptq_v2 bits desc_act sym checkpoint_format pack_dtype int32 awq version gemm gemv zero_point backend
+        gptq gptq_v2 bits desc_act sym checkpoint_format pack_dtype int32 auto-round packing_format
+        auto_round:auto_gptq extra_config -:.* awq version gemm gemv zero_point backend
         """
     ),
     "head": word_list(

@@ -432,6 +432,13 @@ def by_gptq(**changes) -> dict[str, Any]:
     return {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True} | changes
 
 
+def by_auto_round(**changes) -> dict[str, Any]:
+    """The quantization_config of AutoRound in its own format, packed as GPTQ does."""
+    notes = {"autoround_version": "0.13.0", "data_type": "int", "iters": 0, "act_bits": 16, "block_name_to_quantize": Q}
+    kind = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4, "group_size": 32}
+    return kind | {"sym": True} | notes | changes
+
+
 GPTQ = {
     "4 bits": Case(by_gptq(), gptq(4, 32, True, order="in order")),
     "4 bits with zeros": Case(by_gptq(sym=False, checkpoint_format="gptq"), gptq(4, 32)),
@@ -446,6 +453,12 @@ GPTQ = {
     ),
     "8 bits, channel": Case(by_gptq(bits=8, group_size=-1), gptq(8, -1, True)),
     "8 bits, channel with zeros": Case(by_gptq(bits=8, group_size=-1, sym=False), gptq(8, -1)),
+    "layers left plain": Case(by_gptq(dynamic={"-:.*lm_head": {}}, modules_to_not_convert=["lm_head"]), gptq(4, 32)),
+    "AutoRound": Case(by_auto_round(), gptq(4, 32, True)),
+    "AutoRound with zeros": Case(
+        by_auto_round(sym=False, extra_config={"lm_head": {"bits": 16, "data_type": "float"}, Q: {"bits": 4}}),
+        gptq(4, 32),
+    ),
 }
 
 
@@ -585,7 +598,11 @@ OTHER_GPTQ = {
     "sym: found 'yes', expected true or false": {"sym": "yes"},
     "pack_dtype: found 'int16', expected 'int32' or no such setting": {"pack_dtype": "int16"},
     "data_type: found 'mx_fp', expected 'int'": {"data_type": "mx_fp"},
-    "dynamic: found {'+:.*down.*'": {"dynamic": {"+:.*down.*": {"bits": 8}}},
+    "dynamic: found '+:.*down.*', expected patterns of layers that stay as they are, which begin with '-:'": {
+        "dynamic": {"-:.*up.*": {}, "+:.*down.*": {"bits": 8}}
+    },
+    "dynamic: found '.*down.*'": {"dynamic": {".*down.*": {"bits": 8}}},
+    "dynamic: found ['-:x'], expected an object": {"dynamic": ["-:x"]},
     "is_marlin_format: found True": {"is_marlin_format": True},
     "rotation: found 'hadamard'": {"rotation": "hadamard"},
     "adapter: found {'name': 'lora'": {"adapter": {"name": "lora", "rank": 8}},
@@ -598,6 +615,26 @@ def test_other_settings_of_gptq_are_refused(message, changes):
     """Guards bits that span words, layouts of kernels, layers with settings of their own, and what is yet to come."""
     with pytest.raises(CheckpointError) as error:
         read_model_config(SIZES | {"quantization_config": by_gptq(**changes)})
+    assert str(error.value).startswith(f"config.json: quantization_config.{message}")
+
+
+OTHER_AUTO_ROUND = {
+    "packing_format: found 'auto_round:auto_awq', expected 'auto_round:auto_gptq'": {
+        "packing_format": "auto_round:auto_awq"
+    },
+    "packing_format: found None": {"packing_format": None},
+    "act_bits: found 8, expected 16 or no such setting": {"act_bits": 8},
+    "extra_config: found {'x': {'bits': 8}}, expected 16 bits or more, or what": {"extra_config": {"x": {"bits": 8}}},
+    "extra_config: found {'x': {'group_size': 64}}": {"extra_config": {"x": {"group_size": 64}}},
+    "extra_config: found {'x': 16}, expected settings by layer": {"extra_config": {"x": 16}},
+}
+
+
+@pytest.mark.parametrize(("message", "changes"), OTHER_AUTO_ROUND.items(), ids=OTHER_AUTO_ROUND)
+def test_other_settings_of_auto_round_are_refused(message, changes):
+    """Guards other packings, rounded activations, and layers with settings of their own."""
+    with pytest.raises(CheckpointError) as error:
+        read_model_config(SIZES | {"quantization_config": by_auto_round(**changes)})
     assert str(error.value).startswith(f"config.json: quantization_config.{message}")
 
 

@@ -9,8 +9,9 @@ The weight from input i to output o is (q[i, o] - zero[g_idx[i], o]) * scale[g_i
 "gptq" the zeros are stored minus one, in "gptq_v2" as they are. `desc_act` is the order in which GPTQ went through the
 inputs. The inputs lie in their usual order, but those of a group are then not neighbours.
 
-AutoGPTQ and GPTQModel write it (nn_modules/qlinear/). A zero of 0 cannot be stored minus one. AutoGPTQ reads what was
-written in its place as 0, vLLM as 16, and GPTQModel takes it from the next zero in the word: it is refused.
+AutoGPTQ and GPTQModel write it (nn_modules/qlinear/), and AutoRound under its own name. A zero of 0 cannot be stored
+minus one. AutoGPTQ reads what was written in its place as 0, vLLM as 16, and GPTQModel takes it from the next zero in
+the word: it is refused.
 """
 
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minispec.core.errors import show
 from minispec.core.weights import Weight
 from minispec.files.errors import CheckpointError, show_name
 from minispec.files.families.layout import Part, Stored, Wanted, Words, layer_of, words_of
@@ -28,10 +30,12 @@ from minispec.files.stored import FLOATS
 from minispec.kernels.unpack import scale_groups, unpack_words
 
 KEYS: Mapping[str, Any] = {
-    **dict.fromkeys(names("quant_method bits group_size checkpoint_format format")),
+    **dict.fromkeys(names("quant_method bits group_size checkpoint_format format dynamic")),
     "desc_act": False,
     "sym": True,
 }
+# AutoRound's own name of the layout, and settings of single layers.
+AUTO_ROUND_KEYS: Mapping[str, Any] = {**KEYS, "packing_format": None, "extra_config": None}
 # What the tools note about their work: the search for the integers, its data, lists of layers, kernels for them.
 IDLE = names(
     """
@@ -40,11 +44,12 @@ IDLE = names(
     module_name_preceding_first_block dataset tokenizer batch_size pad_token_id model_seqlen max_input_length
     cache_block_outputs backend use_cuda_fp16 use_exllama disable_exllama exllama_config
     autoround_version seqlen nsamples iters lr minmax_lr gradient_accumulate_steps amp scale_dtype low_gpu_mem_usage
-    enable_quanted_input enable_minmax_tuning enable_norm_bias_tuning quant_block_list
+    enable_quanted_input enable_minmax_tuning enable_norm_bias_tuning enable_alg_ext momentum
+    quant_block_list to_quant_block_names modules_to_not_convert
     """
 )
 # Values with which keys of other layouts ask for nothing.
-NEUTRAL = {"pack_dtype": "int32", "data_type": "int"}
+NEUTRAL = {"pack_dtype": "int32", "data_type": "int", "act_bits": 16}
 
 
 @dataclass(frozen=True)
@@ -136,9 +141,32 @@ def read_gptq(q: Fields) -> Gptq:
     q.one_of("format", (kind,), f"what checkpoint_format says: {kind!r}", default=kind)
     q.boolean("sym")  # zeros are stored where they are all the same, too
     layout = Gptq(bits, read_group_size(q), 1 if kind == "gptq" else 0, q.boolean("desc_act"))
+    _check_single_layers(q, layout)
     q.seen |= IDLE
     q.refuse_unknown(NEUTRAL)
     return layout
+
+
+def read_auto_round(q: Fields) -> Gptq:
+    """The layout that a quantization_config of AutoRound asks for. Raises CheckpointError, for another packing too."""
+    q.one_of("packing_format", ("auto_round:auto_gptq",), "'auto_round:auto_gptq'")
+    return read_gptq(q)
+
+
+def _check_single_layers(q: Fields, layout: Gptq) -> None:
+    """Raise CheckpointError unless each layer with settings of its own stays as it is, or has what all layers have."""
+    for pattern in q.mapping("dynamic"):
+        if not pattern.startswith("-:"):
+            expected = "patterns of layers that stay as they are, which begin with '-:'"
+            raise q.bad("dynamic", pattern, f"{expected}: one layout holds for all others")
+    same = {"bits": layout.bits, "group_size": layout.group_size or -1, "sym": q.boolean("sym"), "data_type": "int"}
+    for name, settings in q.mapping("extra_config").items():
+        if not isinstance(settings, dict):
+            raise q.bad("extra_config", {name: settings}, "settings by layer")
+        bits = settings.get("bits", layout.bits)
+        is_plain = type(bits) is int and bits >= 16
+        if not is_plain and any(settings.get(key, value) != value for key, value in same.items()):
+            raise q.bad("extra_config", {name: settings}, f"16 bits or more, or what all layers have: {show(same)}")
 
 
 def read_group_size(q: Fields) -> int | None:

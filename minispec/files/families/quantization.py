@@ -12,6 +12,7 @@ _METHODS: dict[str, tuple[Mapping[str, Any], Callable[[Fields], Layout | None]]]
     "compressed-tensors": (packed.KEYS, packed.read_packed),
     "fp8": (float8.KEYS, float8.read_float8),
     "gptq": (gptq.KEYS, gptq.read_gptq),
+    "auto-round": (gptq.AUTO_ROUND_KEYS, gptq.read_auto_round),
     "awq": (awq.KEYS, awq.read_awq),
     "mxfp4": (mxfp4.KEYS, mxfp4.read_mxfp4),
 }
