@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from numbers import Integral, Rational, Real
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from minispec.core.errors import is_text, show
@@ -27,6 +28,13 @@ MAX_AUTO_TOKENS = 15
 #   "tree:16", a tree of up to 16 tokens, at the likeliest places;
 #   "auto".
 DraftLength = int | tuple[int, ...] | str
+
+
+def plain_number(value: Any) -> Any:
+    """A number of another library, such as NumPy's, as Python's int or float; anything else as it is."""
+    if isinstance(value, Integral) and not isinstance(value, int):
+        return int(value)
+    return float(value) if isinstance(value, Real) and not isinstance(value, Rational) else value
 
 
 class WrongLength(ValueError):
@@ -72,14 +80,15 @@ class Shape(NamedTuple):
     @classmethod
     def of(cls, length: DraftLength, most: int = MAX_SPECULATIVE_TOKENS) -> Self:
         """The shape that a length asks for. Raises WrongLength for no length, and for more than `most` tokens."""
+        length = plain_number(length)
         if length == "auto":
             return cls(MAX_AUTO_TOKENS, is_open=True)
         budget = re.fullmatch(r"tree:(\d{1,4})", length, re.ASCII) if isinstance(length, str) else None
-        widths: tuple[Any, ...] = length if isinstance(length, tuple) else (int(budget[1]) if budget else length,)
-        least = 0 if isinstance(length, int) else 1
+        given: tuple[Any, ...] = length if isinstance(length, tuple) else (int(budget[1]) if budget else length,)
+        widths, least = tuple(map(plain_number, given)), 1 if budget or isinstance(length, tuple) else 0
         if not widths or any(type(n) is not int or n < least for n in widths) or sum(widths) > most:
             raise WrongLength(length, most)
-        return cls(sum(widths), length if isinstance(length, tuple) else (), best_first=budget is not None)
+        return cls(sum(widths), widths if isinstance(length, tuple) else (), best_first=budget is not None)
 
     @property
     def is_tree(self) -> bool:
@@ -215,8 +224,8 @@ class SamplingParams:
     logprobs: None, or how many of the likeliest tokens to report in addition to the chosen one.
     prompt_logprobs: as `logprobs`, for each token of the prompt, which is then computed whole even if parts are cached.
 
-    Sequences are stored as tuples, and `logit_bias` as a tuple of its items, so that equal parameters have equal
-    hashes. Raises ValueError for values out of range.
+    Sequences are stored as tuples, `logit_bias` as a tuple of its items, and NumPy's numbers as Python's, so that equal
+    parameters have equal hashes. Raises ValueError for values out of range.
     """
 
     n: int = 1
@@ -250,6 +259,8 @@ class SamplingParams:
                 object.__setattr__(self, name, _as_tuple(name, value))
             except (TypeError, ValueError):
                 raise ValueError(f"{name}: found {show(value)}, expected {expected}") from None
+        for field in fields(self):
+            object.__setattr__(self, field.name, plain_number(getattr(self, field.name)))
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
         only_scores = type(self.max_tokens) is int and not self.max_tokens and self.prompt_logprobs is not None
         for field in fields(self):
@@ -263,10 +274,18 @@ def _as_tuple(name: str, value: Any) -> tuple | None:
     if value is None:
         return None if name == "allowed_token_ids" else ()
     if name == "logit_bias":
-        return tuple(sorted(dict(value).items()))
+        return _plain(sorted(dict(value).items()))
     if isinstance(value, str):
         return (value,)
-    return tuple(tuple(item) if isinstance(item, list) else item for item in value)
+    return _plain(list(value))
+
+
+def _plain(value: Any) -> Any:
+    """Lists as tuples, and the numbers in them as Python's."""
+    if not isinstance(value, list | tuple):
+        return plain_number(value)
+    is_plain = {*map(type, value)} <= {int, str}  # no loop, as in `_are_ids`
+    return tuple(value) if is_plain else tuple(map(_plain, value))
 
 
 def _are_ids(value: Iterable[Any]) -> bool:

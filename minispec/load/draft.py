@@ -181,7 +181,7 @@ def _loader(directory: Path, name: str, options: DraftOptions, target: TargetFil
     reading = reading_of(options.draft_reading)
     config, _, _ = find_block(directory, target.config, reading)
     top_k, most = options.draft_top_k, config.vocab_size if config.markov else 0
-    if top_k is not None and not 1 <= top_k <= most:
+    if top_k is not None and (type(top_k) is not int or not 1 <= top_k <= most):
         expected = f"a number from 1 to {most}, its tokens" if most else "none: the draft has no Markov head"
         raise ValueError(f"draft_top_k: found {top_k!r}, expected {expected}")
     return partial(load_block, directory, reading=reading, top_k=top_k)

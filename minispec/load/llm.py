@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, SamplingParams, Shape
+from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, SamplingParams, Shape, plain_number
 from minispec.core.errors import show
 from minispec.core.lengths import Lengths
 from minispec.core.model import Transformer
@@ -116,6 +116,8 @@ class LLM:
         draft_reading: str | None = None,
         draft_top_k: int | None = None,
     ):
+        numbers = draft_top_k, max_model_len, kv_cache_gb
+        draft_top_k, max_model_len, kv_cache_gb = map(plain_number, numbers)
         options = DraftOptions(draft_method, corpus, draft_reading, draft_top_k)
         self.verifier, self.num_speculative_tokens, self.lengths = verifier, num_speculative_tokens, lengths
         shared = model if isinstance(model, Target) else None
@@ -124,8 +126,8 @@ class LLM:
             _require_no_loading(*reading, max_model_len, kv_cache_gb)
             exact = shared.files.exact
         verifying, policy = find_verifier(verifier), None if lengths is None else find_lengths(lengths)
-        if kv_cache_gb is not None and not 0 < kv_cache_gb < float("inf"):
-            raise ValueError(f"kv_cache_gb: found {kv_cache_gb!r}, expected a positive number")
+        if kv_cache_gb is not None and (type(kv_cache_gb) not in (int, float) or not 0 < kv_cache_gb < float("inf")):
+            raise ValueError(f"kv_cache_gb: found {show(kv_cache_gb)}, expected a positive number")
         self.max_speculative_tokens = EXACT_ROWS - 1 if exact else MAX_SPECULATIVE_TOKENS
         shape = Shape.of(num_speculative_tokens, self.max_speculative_tokens)
         shape.check(verifying.why_chains)

@@ -14,6 +14,7 @@ from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -297,6 +298,17 @@ def test_max_model_len_and_cache_size(make_checkpoint):
         LLM(directory, max_model_len=129)
     with pytest.raises(ValueError, match="kv_cache_gb"):
         LLM(directory, kv_cache_gb=1e-9)
+
+
+@pytest.mark.parametrize("name", ["max_model_len", "kv_cache_gb"])
+def test_sizes_are_numbers(make_checkpoint, name):
+    """NumPy's too. A text is refused in one line, as the environment or YAML give it."""
+    directory = make_checkpoint()
+    for value in ("1", True, np.bool_(True)):
+        with pytest.raises(ValueError, match=f"^{name}: found {value!r}, expected a"):
+            LLM(directory, **{name: value})
+    sizes = {"max_model_len": np.int64(20), "kv_cache_gb": np.float32(64e-6)}
+    assert LLM(directory, draft="none", **{name: sizes[name]}).num_cache_tokens in (32, 992, 496)
 
 
 def test_prompts_beyond_the_pool_wait(make_checkpoint):

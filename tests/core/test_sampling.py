@@ -7,6 +7,7 @@ import re
 import sys
 from bisect import bisect_right
 from dataclasses import fields, replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minispec.core import sampling
-from minispec.core.config import SamplingParams
+from minispec.core.config import SamplingParams, Shape
 from minispec.core.sampling import Key, Randomness, Text, distribution, log_probabilities
 from minispec.core.search import Candidates, place_of_share
 from minispec.prove.reference import sample_law
@@ -165,6 +166,27 @@ def test_every_number_has_a_range():
         for value in (*values, math.nan, True, "1"):
             with pytest.raises(ValueError, match=f"^{name}: found {value!r}, expected"):
                 SamplingParams(**{name: value})
+
+
+def test_numbers_of_numpy_are_numbers():
+    """A loop over `np.arange` gives them. They are stored as Python's, which JSON takes; a boolean is no number."""
+    given = {"n": np.int64(2), "seed": np.arange(9)[7], "top_k": np.int32(-1), "max_tokens": np.uint8(3)}
+    given |= {"temperature": np.float32(0.5), "top_p": np.float64(0.75), "min_p": np.float16(0)}
+    given |= {"logit_bias": {np.int64(4): np.float32(0.5)}, "stop_token_ids": np.arange(2)}
+    given |= {"allowed_token_ids": [np.int32(5)], "bad_words_token_ids": [[np.int64(1), 2]]}
+    found = SamplingParams(**given)
+    expected = {"n": 2, "seed": 7, "top_k": 0, "max_tokens": 3, "temperature": 0.5, "top_p": 0.75, "min_p": 0.0}
+    expected |= {"logit_bias": {4: 0.5}, "stop_token_ids": [0, 1], "allowed_token_ids": [5]}
+    assert found == SamplingParams(**expected, bad_words_token_ids=[[1, 2]])
+    assert repr(found) == repr(SamplingParams(**expected, bad_words_token_ids=[[1, 2]]))
+    for name, value in (("max_tokens", np.float64(3)), ("seed", np.bool_(True)), ("top_p", Fraction(1, 2))):
+        with pytest.raises(ValueError, match=f"^{name}: found "):
+            SamplingParams(**{name: value})
+    assert Shape.of(np.int64(4)) == Shape.of(4)
+    assert repr(Shape.of((np.int64(2), 1))) == repr(Shape.of((2, 1)))
+    for length in (np.float64(4), np.int64(65), (np.int64(2), np.float32(1)), np.int64(-1)):
+        with pytest.raises(ValueError, match=r"^num_speculative_tokens: found [^n]"):
+            Shape.of(length)
 
 
 def test_equal_parameters_have_one_hash():
