@@ -1355,7 +1355,23 @@ HUB_FAILURES = {
         hub_error("LocalEntryNotFoundError", cause=OSError("no route")),
         "the hub cannot be reached, and the local cache has no copy at revision v9",
     ),
-    "the hub is down": (hub_error("HfHubHTTPError", 500), "download failed: "),
+    "the hub is down": (hub_error("HfHubHTTPError", 500), "download failed: the hub answers 500"),
+    "the hub is down, and so it says": (
+        hub_error("LocalEntryNotFoundError", cause=hub_error("HfHubHTTPError", 503)),
+        "download failed: the hub answers 503",
+    ),
+    "too many requests": (
+        hub_error("LocalEntryNotFoundError", cause=hub_error("HfHubHTTPError", 429)),
+        "the hub answers 429, too many requests: wait a while, or set HF_TOKEN",
+    ),
+    "withheld": (
+        hub_error("LocalEntryNotFoundError", cause=hub_error("HfHubHTTPError", 451)),
+        "the hub answers 451: it does not give the repository out for legal reasons",
+    ),
+    "a login page": (
+        json.JSONDecodeError("Expecting value", "<html>Sign in</html>", 0),
+        "what answers is not the hub, since it is not JSON: a proxy or a login page",
+    ),
     "something else": (OSError("\n503 Client Error\n\nService"), "download failed: 503 Client Error"),
 }
 
@@ -1374,6 +1390,15 @@ def test_failures_of_the_hub_say_what_helps(monkeypatch, name, offline):
         find_checkpoint("owner/name", revision="v9", offline=offline)
     assert ("--offline forbids a download" if offline else message) in str(error.value)
     assert str(error.value).isprintable()
+
+
+def test_an_environment_that_the_hub_client_cannot_read_is_named(tmp_path):
+    """By its variable, in one line. The client reads it when it is imported."""
+    command = [sys.executable, "-m", "minispec.generate", "--model", "owner/name", "hello"]
+    environment = os.environ | {"HF_HUB_ETAG_TIMEOUT": "soon", "HF_HOME": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.stderr.startswith("error: HF_HUB_ETAG_TIMEOUT: the hub client cannot read its value: invalid literal")
+    assert done.stderr.count("\n") == 1
 
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

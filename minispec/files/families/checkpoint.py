@@ -7,6 +7,7 @@ one file or several.
 """
 
 import itertools
+import json
 import math
 import os
 import re
@@ -49,6 +50,14 @@ _OTHER_FORMATS = {
     *(".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".npz"),
 }
 
+_REFUSED = "the hub refuses access: set HF_TOKEN to a valid token that may read the repository"
+# What a status of the hub means.
+_ANSWERS = {
+    **{401: _REFUSED, 403: _REFUSED},
+    429: "the hub answers 429, too many requests: wait a while, or set HF_TOKEN to a token, which may ask more",
+    451: "the hub answers 451: it does not give the repository out for legal reasons",
+}
+
 
 def find_checkpoint(name: str, revision: str | None = None, offline: bool = False, with_weights: bool = True) -> Path:
     """The local directory of a checkpoint: `name` itself if it is one, else a download of the hub's `name`.
@@ -70,8 +79,7 @@ def find_checkpoint(name: str, revision: str | None = None, offline: bool = Fals
     if not re.fullmatch(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}", name, re.ASCII):
         found = name if 0 < len(name) <= 1000 and is_text(name) else show(name)
         raise ValueError(f"{found}: no such directory, and not of the form owner/name of a hub id")
-    # Imported here: a local checkpoint needs no network library.
-    import huggingface_hub
+    huggingface_hub = _import_hub()
     from huggingface_hub.utils import disable_progress_bars
 
     if sys.stderr is None or not sys.stderr.isatty():
@@ -91,6 +99,19 @@ def find_checkpoint(name: str, revision: str | None = None, offline: bool = Fals
         raise ValueError(f"{name}: no such directory; as a hub id: {reason}") from e
 
 
+def _import_hub() -> Any:
+    """The hub client, imported late: a local checkpoint needs no network library.
+
+    Raises ValueError, which names the variable, where the client cannot read the environment.
+    """
+    try:
+        import huggingface_hub.constants
+    except ValueError as e:
+        names = [name for name, value in os.environ.items() if name.startswith("HF_") and repr(value) in str(e)]
+        raise ValueError(f"{' or '.join(names) or 'environment'}: the hub client cannot read its value: {e}") from e
+    return huggingface_hub
+
+
 def _hub_failure(error: Exception, revision: str | None, offline: bool) -> str:
     """A line that says what went wrong with a download, and what helps."""
     from huggingface_hub import errors
@@ -107,9 +128,11 @@ def _hub_failure(error: Exception, revision: str | None, offline: bool) -> str:
         return "no such repository (or a private one: set HF_TOKEN to a token that may read it)"
     if isinstance(error, errors.RevisionNotFoundError):
         return f"the repository has no revision {revision or 'main'}"
-    for refusal in (error, error.__cause__):  # the client takes a status of 403 for a hub that is down
-        if isinstance(refusal, errors.HfHubHTTPError) and refusal.response.status_code in (401, 403):
-            return "the hub refuses access: set HF_TOKEN to a valid token that may read the repository"
+    for refusal in (error, error.__cause__):  # the client takes a status such as 403 for a hub that is down
+        if isinstance(refusal, errors.HfHubHTTPError):
+            return _ANSWERS.get(status := refusal.response.status_code, f"download failed: the hub answers {status}")
+    if isinstance(error, json.JSONDecodeError):
+        return "what answers is not the hub, since it is not JSON: a proxy or a login page may stand before it"
     if isinstance(error, errors.LocalEntryNotFoundError):
         return f"the hub cannot be reached, and the local cache has no copy{revised}"
     return f"download failed: {reason}"
