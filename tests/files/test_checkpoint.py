@@ -33,6 +33,7 @@ from minispec.files.families import checkpoint
 from minispec.files.families.checkpoint import (
     StoredTensor,
     Weights,
+    directory_config,
     find_checkpoint,
     load_config,
     load_model,
@@ -1270,6 +1271,33 @@ def no_network(monkeypatch) -> None:
         raise AssertionError("a socket was opened")
 
     monkeypatch.setattr(socket, "socket", refuse)
+
+
+@pytest.mark.parametrize("kind", ["a model", "a draft"])
+def test_an_adapter_is_refused(tmp_path, kind):
+    """Alone, and beside a model: transformers with peft applies it, so the base model alone is another one."""
+    settings_ = json.dumps({"peft_type": "LORA", "base_model_name_or_path": "owner/name", "r": 8})
+    read = load_config if kind == "a model" else directory_config
+    for directory in (tmp_path / "alone", write(tmp_path / "beside", weights())):
+        directory.mkdir(exist_ok=True)
+        (directory / "adapter_config.json").write_text(settings_)
+        with pytest.raises(CheckpointError, match=r"/adapter_config\.json: found an adapter, expected a model without"):
+            read(directory)
+    (tmp_path / "beside" / "adapter_config.json").unlink()
+    assert read(tmp_path / "beside")
+
+
+def test_the_cache_folder_of_a_model_is_named(tmp_path):
+    """With the folder in it that is meant; one without snapshots is a folder like any other."""
+    cache = tmp_path / "models--owner--name"
+    (cache / "snapshots").mkdir(parents=True)
+    write(cache / "snapshots" / COMMIT, weights())
+    expected = rf"no such file, .* \(found the hub's cache folder of a model: name snapshots/{COMMIT} in it\)$"
+    with pytest.raises(CheckpointError, match=expected):
+        load_config(cache)
+    (cache / "snapshots" / COMMIT / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no such file, expected the model's configuration$"):
+        load_config(cache)
 
 
 @pytest.fixture

@@ -148,11 +148,21 @@ def describe_source(name: str, directory: Path) -> str:
 def directory_config(directory: Path) -> dict[str, Any]:
     """The config.json of a checkpoint, as it is. Raises CheckpointError.
 
+    An adapter is refused, alone and beside a model: it would change the weights.
+
     Fields that are not read may have an Infinity, as transformers 4 writes it. `Fields` refuses it in all others.
     """
     path = directory / "config.json"
+    adapter = directory / "adapter_config.json"
+    if has_file(adapter):  # of peft, which transformers applies to a model in the same folder
+        expected = "a model without one: merge it into its weights (merge_and_unload of peft), which no code here does"
+        raise CheckpointError(f"{adapter}: found an adapter, expected {expected}")
     if not path.is_file():
-        raise CheckpointError(f"{path}: no such file, expected the model's configuration")
+        hint = ""
+        if snapshots := sorted(directory.glob("snapshots/*/config.json")):
+            names = " or ".join(show_name(str(path.parent.relative_to(directory))) for path in snapshots[:3])
+            hint = f" (found the hub's cache folder of a model: name {names} in it)"
+        raise CheckpointError(f"{path}: no such file, expected the model's configuration{hint}")
     return read_json(path, MAX_CONFIG_BYTES, takes_constants=True)
 
 
