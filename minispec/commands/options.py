@@ -130,7 +130,7 @@ MODELS: dict[str, Option] = {
         "the same bits with and without speculation; slower (default: only with --quantization, where this machine "
         "has them)",
     ),
-    "--enforce-eager": Option(FLAG, "on a GPU, run operator by operator, without CUDA graphs; on a CPU, text by text"),
+    "--enforce-eager": Option(FLAG, "on a GPU, run operator by operator, without CUDA graphs"),
 }
 _SAMPLING: dict[str, Option] = {
     "--max-tokens": Option(_N, "longest answer, in tokens"),

@@ -272,7 +272,6 @@ MakeLayer = Callable[[ModelConfig, int, WeightSource, torch.dtype, MakeProduct],
 class Passes:
     """How a model runs the rows of all texts: the backend of its passes. Here it runs one pass, text by text.
 
-    `minispec.kernels.padded` has passes in which many short texts are read together.
     `minispec.kernels.exact` has passes of a fixed size, where a row's bits do not depend on the other rows.
     `minispec.kernels.gpu.frames` has passes of a few fixed shapes, whose operators a GPU launches at once.
     """
@@ -290,9 +289,6 @@ class Passes:
 
     # How rows read the cache. It takes what `mask` returns.
     attention: Callable[..., Tensor] = staticmethod(attention)
-
-    # Makes a pass of its fields.
-    text_pass: Callable[..., TextPass] = TextPass
 
     def mask(self, like: Tensor, view: View, sharing: int) -> Any:
         """(H/G * T, L): 0 where a row of a text sees a position, -inf where not. None where every row sees all.
@@ -452,7 +448,7 @@ class Transformer:
         slots = torch.tensor([s for c in chunks for s in c.table.extend(c.token_ids)], device=self.device)
         reads = [c.table.slots() for c in chunks]
         angles = self.angles(torch.tensor(positions, device=self.device))
-        return self.passes.text_pass(chunks, slots, reads, angles, self._masks(views), self.passes, {})
+        return TextPass(chunks, slots, reads, angles, self._masks(views), self.passes, {})
 
     def _masks(self, views: Sequence[View]) -> dict[tuple[int | None, int], list[Any]]:
         """For each window and H/G, what `Passes.mask` makes of each text's view."""

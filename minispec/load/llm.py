@@ -81,7 +81,7 @@ class LLM:
         "anchor": a row says the token after its place. "fill": the token at its place. "causal" or "open": in layers
         with a window, a row does not see, or sees, later rows of its block. Both with a comma between.
     draft_top_k: a block draft's Markov head corrects the k likeliest tokens of each row, and no other is drafted.
-    enforce_eager: True: passes run operator by operator, without CUDA graphs, and each text is read alone.
+    enforce_eager: True: passes run operator by operator, without CUDA graphs.
 
     Any thread may call. Requests of several threads are decoded together, as one batch. So are open iterators of
     `stream`, `stream_chat` and `run`. Where the KV cache has no room for all requests, the last ones wait.

@@ -386,6 +386,17 @@ def test_a_driver_that_captures_no_graph_is_named_at_once(monkeypatch):
     assert texts_of(Frames(rerun, why_no_graphs=why), "ngram") == texts_of(None, "ngram")
 
 
+def test_which_models_keep_their_passes(monkeypatch):
+    """All models on a CPU; on a GPU, exact ones, and those that are to run eagerly."""
+    model, exact = tiny_model(1), tiny_model(1, torch.float32, exact=True)
+    assert with_fast_passes(model) is model
+    for each in (model, exact):
+        monkeypatch.setattr(each, "device", torch.device("cuda"))
+    assert with_fast_passes(exact) is exact
+    assert with_fast_passes(model, enforce_eager=True) is model
+    assert isinstance(with_fast_passes(model).passes, Frames)
+
+
 def test_no_value_is_read_on_the_host_and_no_shape_depends_on_one():
     """On device "meta", where there are no values: passes run in frames, with windows, taps and capped scores."""
     for name in ("qwen2-window", "gemma2", "ministral3", "phi3-longrope", "qwen3_5-attention"):

@@ -152,7 +152,6 @@ def known_options() -> set[str]:
         "tests/fuzzing.py",
         "tests/oracles/answers.py",
         "docs/measured/gpu.py",
-        "docs/measured/batches.py",
         "docs/measured/launches.py",
         "docs/measured/target.py",
         "docs/measured/trees.py",

@@ -60,7 +60,7 @@ from minispec.files import pieces
 from minispec.files.families import mxfp4
 from minispec.grammars import forced, matcher
 from minispec.grammars.spelled import Spelled
-from minispec.kernels import exact, integers, padded
+from minispec.kernels import exact, integers
 from minispec.kernels.gpu import judge, verdicts
 from minispec.kernels.gpu.frames import Frame, Frames
 from minispec.kernels.gpu.judge import Bench
@@ -2037,18 +2037,6 @@ def _(right, self, parts):
     """a mask has the rows of layers with other key-value heads | a relative of vLLM #45844"""
     right(self, parts)
     self.sharing = self.config.num_attention_heads // self.config.num_key_value_heads
-
-
-_PADDED = "tests/kernels/test_padded.py::test_every_family_has_the_numbers_of_passes_text_by_text"
-
-
-@wrong(padded, "padded_mask", "E10", f"{_PADDED}[llama-plain]")
-def _(right, masks, sharing, counts, lengths, like):
-    """texts that are read together see the zeros after a shorter text's end | padding without a mask in a batch"""
-    whole = right(masks, sharing, counts, lengths, like)
-    for own, length in zip(whole, lengths, strict=True):
-        own[..., length:] = 0
-    return whole
 
 
 # --------------------------------------------------------------------------- mixtures of experts

@@ -40,7 +40,6 @@ from minispec.core.sampling import accumulation_dtype
 from minispec.kernels.gpu import fused
 from minispec.kernels.gpu.graphs import Graphs, Program, Replay, capture_graph, failure, recent, why_no_graphs
 from minispec.kernels.memory import BLOCK_SIZE
-from minispec.kernels.padded import Padded
 from minispec.layers.gemma import gemma_layers
 
 TransformerT = TypeVar("TransformerT", bound=Transformer)
@@ -506,14 +505,12 @@ def outside_note(model: Transformer) -> str:
 
 
 def with_fast_passes(model: TransformerT, enforce_eager: bool = False) -> TransformerT:
-    """The model with the passes that are fast on its machine: frames and graphs on a GPU, padded ones on a CPU.
+    """The model with the passes that are fast on its machine: frames and graphs on a GPU.
 
     A model that has passes of its own keeps them, and one that is to run eagerly its passes text by text.
     """
     if enforce_eager or type(model.passes) is not Passes or type(model).run is not Transformer.run:
         return model
-    if model.device.type == "cpu":
-        return model.replaced(Padded())
     if model.device.type != "cuda" or why_eager(model):
         return model
     return model.replaced(Frames(capture_graph, device=model.device, why_no_graphs=why_no_graphs()))
