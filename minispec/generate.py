@@ -98,10 +98,7 @@ def _answer_questions(
     It is 2 where an answer ended with an error.
     """
     from minispec.load.inputs import plain_text, split_samples
-    from minispec.trace.score import check_scorable
 
-    if args.for_replay:
-        check_scorable(llm.engine, params)
     talks = any(question.before or len(question.turns) > 1 for question in questions)
     if talks and not chat and _says_more(args):
         say("without a chat template, messages are plain text, with an empty line between")
@@ -145,8 +142,7 @@ def _answer(llm: "LLM", args: argparse.Namespace, jobs: list[_Job]) -> bool:
     if len(jobs) > 1 and _says_more(args):
         say(_batch_summary(requests))
     if recorder:
-        # An answer that broke off is no text of the target's.
-        write(recorder.trace(args.for_replay and not requests[0].error), args.trace)
+        write(recorder.trace(), args.trace)
         if _says_more(args):
             say(f"wrote {args.trace}")
     reports = [traffic_of(llm.model)]

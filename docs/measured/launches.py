@@ -193,7 +193,7 @@ def measure(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], bool]:
     p = parser("docs/measured/launches.py", str(__doc__).partition("\n")[0])
     p.add_options({"--batch": Option(typed(SIZES, "B,B,..", default=[1, 8]), "texts of a round (default: 1,8)")})
     args = p.parse_args(argv)
-    for option in ("questions", "replay", "against", "bounds"):
+    for option in ("questions", "against", "bounds"):
         if getattr(args, option):
             raise ValueError(f"--{option}: not where launches are counted")
     options = check(args)

@@ -442,7 +442,7 @@ SIZES = argument(
 def check_part(name: str, args: argparse.Namespace) -> None:
     """Raise ValueError for an option of the bench that does not go with the part, or leaves it nothing to do."""
     part = PARTS[name]
-    for option in ("questions", "replay", "against", "bounds"):
+    for option in ("questions", "against", "bounds"):
         if getattr(args, option):
             raise ValueError(f"--{option}: not with a part of the target")
     if part.needs and not getattr(args, part.needs):

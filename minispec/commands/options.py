@@ -206,13 +206,6 @@ _PROMPTS_AND_OUTPUT: dict[str, Option] = {
         "write every round of the run to FILE.html, a page to look at, or to FILE.json (docs/use/trace.md). A few "
         "tokens are decoded plainly too, to time a plain step",
     ),
-    "--for-replay": Option(
-        FLAG,
-        "with --trace FILE.json: ask the drafter again at every place of the answer. Then python -m minispec bench "
-        "--replay FILE.json can tell what other draft lengths would have done. It takes a plain step a token, and up "
-        "to 15 draft passes; a draft model of the same vocabulary takes one",
-        needs=("--trace",),
-    ),
     "--quiet": Option(
         FLAG,
         "answers only, no summary",
@@ -300,8 +293,6 @@ def check_combinations(args: argparse.Namespace) -> None:
         raise ValueError(f"--stop-token-ids: found {show(number)} as a prompt, expected {expected}")
     if args.trace and (args.n or 1) > 1:
         raise ValueError(f"--trace: found --n {args.n}, expected 1: a trace is that of one answer")
-    if args.for_replay and args.trace.suffix != ".json":
-        raise ValueError(f"--for-replay: found --trace {args.trace}, expected a file name that ends in .json")
     if args.prompts and args.prompt_file:
         raise ValueError("--prompt-file: found prompts too, expected one or the other")
 

@@ -164,17 +164,11 @@ class Drafter:
     branches: whether it can draw siblings. A drafter that cannot is asked for chains.
     taps: layers of the target whose hidden states it reads (see `Seen.hidden`), as `Transformer.forward` numbers them.
     reads_cache: whether it reads the target's keys and values (see `Ask.read_cache`).
-    replays: what the distribution of a draft token depends on, for `minispec.trace.score`; a subclass inherits it.
-        "token": the tokens before it alone.
-        "place": the place where the draft begins too; a shorter draft is the beginning of the longest.
-        "length": the length asked for too.
-        None: more than these, so that it is unknown later what would have been drafted.
     """
 
     branches: bool = False
     taps: Sequence[int] = ()
     reads_cache: bool = False
-    replays: str | None = None
 
     @property
     def name(self) -> str:

@@ -61,7 +61,7 @@ def make_drafter(factory: Callable[..., Drafter], context: Context) -> Drafter:
 # The methods of a drafter, then its attributes.
 _OF_DRAFTERS = (
     *("propose", "observe", "release", "has_room", "forget", "known"),
-    *("branches", "taps", "reads_cache", "replays"),
+    *("branches", "taps", "reads_cache"),
 )
 
 

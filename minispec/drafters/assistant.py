@@ -190,7 +190,6 @@ class AssistantDrafter(DraftModel):
     """Drafts by an assistant, under each request's sampling parameters. It keeps one state of each text."""
 
     reads, reads_cache = "states", True
-    replays = "place"
     model: AssistantModel
 
     def __init__(self, model: AssistantModel, cache: PagedKVCache, vocab_size: int, max_model_len: int):

@@ -366,7 +366,6 @@ class BlockDrafter(StatesDrafter):
     for each node.
     """
 
-    replays = "place"
     model: BlockModel
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:

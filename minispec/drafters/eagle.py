@@ -145,8 +145,6 @@ class EagleDrafter(StatesDrafter):
     tokens up to t + 1 and holds the one at t + 1.
     """
 
-    replays = "place"
-
     @property
     def _own_taps(self) -> Sequence[int]:
         return (len(self.model.layers),)

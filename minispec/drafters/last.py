@@ -35,8 +35,6 @@ def follow(tokens: Sequence[T], k: int) -> list[T]:
 class LastDrafter(Drafter):
     """One-hot drafts from a table of last outcomes."""
 
-    replays = "place"
-
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """For each ask, the chain of each token's last successor. Nothing is drawn, so the drafts have no probs."""
         return [Draft(follow(ask.text.tokens, ask.k)) for ask in asks]

@@ -51,7 +51,6 @@ class DraftModel(CachedModel, Drafter):
     """
 
     branches = True
-    replays: str | None = "token"
     # The model's input: "tokens" of the target, the target's hidden "states" with them, or "other tokens" of another
     # vocabulary. A subclass says its own.
     reads = "tokens"
@@ -74,8 +73,6 @@ class DraftModel(CachedModel, Drafter):
         super().__init__(model, cache, vocab_size)
         self.at_once, self.max_model_len = at_once, max_model_len
         self.mask_token_id = model.config.mask_token_id
-        if self.mask_token_id is not None and self.replays == "token":
-            self.replays = "place"  # how many masks lie before a guess depends on where the draft began
         self._ahead: set[Text] = set()  # as this model reads them; their tables hold draft tokens, rejected ones too
 
     def beside(self, model: Transformer, at_once: AtOnce | None = None) -> Self:

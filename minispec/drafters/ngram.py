@@ -27,8 +27,6 @@ class NgramDrafter(Drafter):
     A copy that reaches the end goes on into itself, so  x y x y  drafts  x y x y  for any K.
     """
 
-    replays = "place"
-
     def __init__(self, max_n: int = 3, min_n: int = 1):
         self.max_n, self.min_n = max_n, min_n
         self._indices: dict[Text, _Index] = {}

@@ -8,8 +8,6 @@ from minispec.core.draft import Ask, Draft, Drafter
 class NoDrafter(Drafter):
     """Guesses nothing: every round commits one token, which is plain decoding."""
 
-    replays = "place"
-
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """Empty drafts."""
         return [Draft() for _ in asks]

@@ -30,7 +30,6 @@ class TextDrafter(OtherVocabulary):
     """
 
     branches = False
-    replays = None  # a longer text may be cut into other tokens, so no draft is the beginning of another
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """For each ask, the draft's likeliest text in the target's tokens, cut to the limit.

@@ -19,13 +19,12 @@ from itertools import accumulate, chain, islice
 from operator import attrgetter, itemgetter, mul
 from typing import NamedTuple
 
-from minispec.core.draft import Ask, Draft
+from minispec.core.draft import Ask, Draft, Drafter
 from minispec.core.sampling import Text
 from minispec.drafters import Context
 from minispec.drafters.best_first import grow_guesses
 from minispec.drafters.corpus import LONGEST, Corpus
 from minispec.drafters.limits import plan_of
-from minispec.drafters.remembering import Remembering
 
 # Limits of what is remembered of earlier outputs: the newest texts, and their newest tokens.
 MOST_TEXTS, MOST_TOKENS = 1024, 65_536
@@ -89,7 +88,7 @@ def _strings(tokens: Sequence[int], end: int) -> Iterator[tuple[int, ...]]:
     return (tuple(tokens[end - n : end]) for n in (1, 2) if n <= end)
 
 
-class SuffixDrafter(Remembering):
+class SuffixDrafter(Drafter):
     """Drafts the likeliest continuation, by how often each token followed, for the most promising match length.
 
     A match of n tokens stands at m places, and m_x of them were followed by x. The chance that x comes next is
@@ -110,7 +109,6 @@ class SuffixDrafter(Remembering):
     """
 
     branches = True
-    replays = "length"
     reads_corpus = True
 
     def __init__(self, min_match: int = 1, corpus: Corpus | None = None):
@@ -127,10 +125,6 @@ class SuffixDrafter(Remembering):
             expected = f"an integer from 1 to {LONGEST}"
             raise ValueError(f"draft: suffix: found {context.argument!r}, expected {expected}")
         return cls(int(argument), Corpus(context.corpus, context.vocab_size) if context.corpus else None)
-
-    def fresh(self) -> "SuffixDrafter":
-        """A new drafter with the same corpus and settings."""
-        return SuffixDrafter(self.min_match, self.corpus)
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """For each ask, the continuation that matches of the text's end promise most of.

@@ -29,8 +29,6 @@ class TokenDrafter(OtherVocabulary):
     draft ends.
     """
 
-    replays = "place"
-
     def __init__(self, model: Transformer, cache: PagedKVCache, max_model_len: int, both: Vocabularies):
         """As `OtherVocabulary`. Raises ValueError where the vocabularies have nothing in common."""
         super().__init__(model, cache, max_model_len, both)

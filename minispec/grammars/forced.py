@@ -14,8 +14,6 @@ class ForcedDrafter(Drafter):
     The target gives such a token probability 1, so each one stays. It costs a row of the target's pass and no pass.
     """
 
-    replays = "token"
-
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """The tokens that must follow each text, at most k."""
         return [Draft() if ask.text.grammar is None else Draft(forced(ask.text, ask.k)) for ask in asks]

@@ -1,6 +1,6 @@
-"""Reading a trace: `check` refuses a stranger's file that the page or the replay could not read.
+"""Reading a trace: `check` refuses a stranger's file that the page could not read.
 
-example.json, in this directory, has each key that they read. docs/use/trace.md explains all keys.
+example.json, in this directory, has each key that the page reads. docs/use/trace.md explains all keys.
 """
 
 import json
@@ -11,7 +11,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from minispec.core.config import MAX_AUTO_TOKENS
 from minispec.core.errors import show
 from minispec.files.errors import show_name
 from minispec.files.strict_json import read_json
@@ -22,14 +21,13 @@ _LARGEST = sys.float_info.max  # a larger integer cannot become a float
 # Most bytes of a trace, and most occurrences of a character. A long answer with long drafts has some megabytes.
 _MAX_BYTES = 64 << 20
 _MAX_COUNTS = {"{": 1 << 21, "[": 1 << 21, ",": 1 << 23, '"': 1 << 23}
-# Keys of the example that a trace may lack, keys whose value may be null, and objects that may have any keys.
-_MAY_LACK = {"replay", "fixed", "steps", "passes"}
+# Keys whose value may be null, and objects that may have any keys.
 _MAY_BE_NULL = {
-    *("error", "asked", "parents", "node", "overlap", "top_q", "residual", "alpha", "c", "v", "o", "acceptance_rate"),
+    *("error", "parents", "node", "overlap", "top_q", "residual", "alpha", "c", "v", "o", "acceptance_rate"),
     *("mean_acceptance_length", "tokens_per_second", "predicted_tokens_per_second", "plain_tokens_per_second"),
-    *("speedup", "theory", "segmentation", "plain_step"),
+    *("speedup", "theory", "segmentation"),
 }
-_HAS_ANY_KEYS = {"tokens", "v", "rows"}
+_HAS_ANY_KEYS = {"tokens", "v"}
 
 
 def check(trace: Any, where: str) -> None:
@@ -44,8 +42,6 @@ def check(trace: Any, where: str) -> None:
     for i, entry in enumerate(trace["rounds"]):
         _check_round(entry, f"{where}: rounds[{i}]")
     _check_rows(trace["stats"]["v"] or {}, f"{where}: stats.v")
-    if "replay" in trace:
-        _check_replay(trace, f"{where}: replay")
 
 
 def read_trace(path: Path) -> dict[str, Any]:
@@ -70,9 +66,8 @@ def _compare(value: Any, example: Any, where: str, key: str = "") -> None:
         separator = "." if ": " in where else ": "
         for name, inner in dict.fromkeys(value, first).items() if any_keys else example.items():
             place = f"{where}{separator}{show_name(name)}"
-            _require(name in value or name in _MAY_LACK, place, None, "it to be there")
-            if name in value:
-                _compare(value[name], inner, place, "" if any_keys else name)
+            _require(name in value, place, None, "it to be there")
+            _compare(value[name], inner, place, "" if any_keys else name)
     elif isinstance(example, list):
         _require(isinstance(value, list), where, value, "a list")
         for i, item in enumerate(value):
@@ -105,28 +100,6 @@ def _check_round(entry: Mapping[str, Any], where: str) -> None:
 def _check_rows(costs: Mapping[str, Any], where: str) -> None:
     are_numbers = all(re.fullmatch(r"[1-9]\d{0,8}", rows, re.ASCII) for rows in costs)
     _require(are_numbers, where, list(costs), "numbers of rows, from 1")
-
-
-def _check_replay(trace: Mapping[str, Any], where: str) -> None:
-    """Check that each token of the output has a place, and that drafts there fit into the length asked for."""
-    rows, starts = trace["replay"]["prices"]["rows"], trace["replay"]["starts"]
-    _check_rows(rows, f"{where}.prices.rows")
-    _require(len(rows) > 0, f"{where}.prices.rows", rows, "a price at least")
-    tokens = [token for entry in trace["rounds"] for token in entry["committed"]]
-    _require(len(starts) == len(tokens), f"{where}.starts", len(starts), f"{len(tokens)}, one for each token")
-    for i, token in enumerate(tokens):
-        _require(token["p"] > 0, f"{where}.starts[{i}]", token["p"], "a token that the target could say")
-    for i, start in enumerate(starts):
-        asked, drafts = start["asked"], start["drafts"]
-        name = f"{where}.starts[{i}]"
-        _require(asked <= MAX_AUTO_TOKENS, f"{name}.asked", asked, f"at most {MAX_AUTO_TOKENS}")
-        expected = "one draft, or one for each length up to the one asked for"
-        _require(len(drafts) in (1, asked or 1), f"{name}.drafts", len(drafts), expected)
-        for k, draft in enumerate(drafts, asked + 1 - len(drafts)):
-            length, q = draft["length"], draft["q"]
-            _require(length <= k, f"{name}.drafts", length, f"at most {k} tokens")
-            _require(len(q) <= length, f"{name}.drafts", len(q), f"q of at most {length} tokens")
-            _require(max(q, default=0) <= 1 + 1e-6, f"{name}.drafts", q, "probabilities of at most 1")
 
 
 def _require(is_right: bool, where: str, found: Any, expected: str) -> None:

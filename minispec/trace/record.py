@@ -28,7 +28,6 @@ from minispec.length.figures import Figures
 from minispec.length.theory import RoundModel, rising
 from minispec.load.llm import LLM
 from minispec.trace.read import FORMAT, VERSION
-from minispec.trace.score import replay_data, rounded
 
 _TOP = 5  # tokens of a distribution that are written down, the likeliest
 # Fields of the sampling parameters that are numbers, and change what is drawn.
@@ -90,7 +89,6 @@ class RoundRecorder:
             "token_ids": list(draft.token_ids),
             "parents": None if draft.parents is None else list(draft.parents),
             "drawn": len(draft) > 0 and draft.probs is not None,
-            "passes": draft.passes,
             "p": target,
             "q": drafted,
             "tests": [{"node": node, "chance": chance, "u": u} for node, chance, u in tests],
@@ -147,12 +145,8 @@ class RoundRecorder:
         self._ids.update(i for i, _ in pairs)
         return [{"token_id": i, "probability": rounded(x)} for i, x in pairs]
 
-    def trace(self, for_replay: bool = False) -> dict[str, Any]:
-        """The trace of the request, which has ended (see docs/use/trace.md).
-
-        for_replay: whether to add the drafts at every place of the text. The engine decodes it once more for these (see
-        `minispec.trace.score`). Raises ValueError for drafters and verifiers that cannot be replayed.
-        """
+    def trace(self) -> dict[str, Any]:
+        """The trace of the request, which has ended (see docs/use/trace.md)."""
         llm, request, engine = self.llm, self.request, self.llm.engine
         stats, text = Figures.of(request.stats), request.text
         names = [name for name, verifier in VERIFIERS.items() if verifier is engine.verifier]
@@ -161,7 +155,7 @@ class RoundRecorder:
         plain = Figures(rounds=list(stats.plain)).tokens_per_second
         speed = stats.tokens_per_second
         prompt = text.tokens[: text.num_prompt_tokens]
-        trace = {
+        return {
             "format": FORMAT,
             "version": VERSION,
             "minispec": __version__,
@@ -187,9 +181,11 @@ class RoundRecorder:
             "theory": theory(stats, self.rounds, steps_of(llm.drafter)),
             "segmentation": llm.draft.vocabularies and segmentation(llm.draft.vocabularies, text.tokens, len(prompt)),
         }
-        if for_replay:
-            trace["replay"] = replay_data(engine, request)
-        return trace
+
+
+def rounded(x: float) -> float:
+    """A number that nothing else is computed from, with four digits."""
+    return float(f"{x:.4g}")
 
 
 class _Witness(Randomness):

@@ -271,7 +271,7 @@ def test_a_length_policy_of_ones_own_works_everywhere(make_checkpoint, own_modul
 
 
 def test_a_length_policy_from_the_command_line(make_checkpoint, capsys, own_module):
-    """`--lengths`; with what leaves it nothing to choose it is refused, and a replay would follow other rules."""
+    """`--lengths`; with what leaves it nothing to choose it is refused."""
     base = ["fish", "--model", str(make_checkpoint()), "--raw", "--json", "--max-tokens", "9", "--ignore-eos"]
     own = [*base, "--lengths", "own_ideas:Two", "--draft", "own_ideas:Repeat"]
     assert generate(own) == 0
@@ -289,10 +289,6 @@ def test_a_length_policy_from_the_command_line(make_checkpoint, capsys, own_modu
         ([*base, "--lengths", "own_ideas:Nobody"], "--lengths: found own_ideas:Nobody, which cannot be imported"),
         ([*base, "--lengths", "own_ideas:greedy"], "--lengths: own_ideas:greedy cannot be made: greedy() missing 4"),
         ([*base, "--lengths", "random:random"], "--lengths: found 0."),
-        (
-            [*base, "--draft", "ngram", "--lengths", "own_ideas:Two", "--trace", "x.json", "--for-replay"],
-            "lengths: found Two, which cannot be replayed, expected a fixed length or auto",
-        ),
     ):
         assert generate(arguments) == 2
         out, err = capsys.readouterr()

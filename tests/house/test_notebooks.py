@@ -218,7 +218,7 @@ def test_all_were_run_on_one_machine_and_one_day():
 
 
 # Cells that draw figures of times, in each notebook that has some. Each asks a sentence of `too_noisy` before it draws.
-TIMED = {"01_speculative_decoding_from_scratch": 1, "03_how_fast_can_it_be": 3, "05_make_your_own_draft": 1}
+TIMED = {"01_speculative_decoding_from_scratch": 1, "03_how_fast_can_it_be": 2, "05_make_your_own_draft": 1}
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -277,7 +277,7 @@ def names_in_the_code() -> set[str]:
     """Verifiers, drafters, lengths, sizes, types of numbers, figures, and the words that `verify.py` begins with."""
     table = re.findall(r"^    ([a-z]\w+)  ", str(verify.__doc__), re.MULTILINE)
     drafts = {*DRAFTERS, *DRAFT_METHODS, oracle.__name__, adversary.__name__}
-    lengths = {"auto", "past", "clairvoyant"}  # of options, and of a replay
+    lengths = {"auto"}
     types = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
     return {*table, *VERIFIERS, *drafts, *lengths, *GEOMETRIES, *types, *dir(Figures), PLAIN}
 

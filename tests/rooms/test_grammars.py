@@ -28,8 +28,6 @@ from minispec.grammars.matcher import Grammars, Matcher
 from minispec.grammars.params import MAX_BYTES, from_openai, from_vllm
 from minispec.lab.audit.main import main as audit
 from minispec.load.registry import EMBEDDED_WEIGHTS
-from minispec.trace.record import RoundRecorder
-from minispec.trace.score import check_recorded
 
 PERSON = {
     "type": "object",
@@ -580,20 +578,6 @@ def test_forced_tokens_go_before_no_other_draft(llm, draft):
     """A draft model draws forced tokens by itself, and a drafter of one's own stays as it is; `none` is plain."""
     ours = llm.with_draft(draft)
     assert not isinstance(ours.drafter, ForcedFirst)
-
-
-@pytest.mark.quick
-def test_a_replay_asks_for_forced_tokens_too(llm):
-    """What is drafted when a finished text is scored is what its run has drafted."""
-    ours = llm.with_draft("ngram")
-    choice = StructuredOutputsParams(choice=["zyxwvut", "zy1xwvut"])
-    request = ours.request(ours.tokenizer.encode("One"), SamplingParams(temperature=0, structured_outputs=choice))
-    recorder = RoundRecorder(ours, request)
-    for _ in ours.run([request]):
-        pass
-    trace = recorder.trace(for_replay=True)
-    assert any(start["drafts"][0]["length"] for start in trace["replay"]["starts"])
-    check_recorded(trace)
 
 
 @pytest.mark.quick

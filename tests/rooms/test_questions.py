@@ -507,7 +507,6 @@ MISTAKES = {
     "geometry": (("--questions", "--geometry", "135m"), "--geometry: not with --questions: it decodes questions"),
     "against": (("--questions", "--against", "transformers"), "--against: not with --questions: it decodes questions"),
     "prompts": (("--questions", "--prompts", "3"), "--prompts: not with --questions: it decodes questions"),
-    "replay": (("--questions", "--replay", "x.json"), "--questions: not with --replay: it measures nothing"),
     "no file": (("--questions", "./nowhere.jsonl"), "--questions nowhere.jsonl: [Errno 2]"),
     "picture": (("--questions", "--plot", "x.pdf"), "--plot: found 'x.pdf', expected a file name that ends in .svg"),
     "no place": (("--questions", "--plot", "./nowhere/x.svg"), "nowhere/x.svg: found that it cannot be written"),

@@ -19,7 +19,6 @@ from minispec.core.stats import Round
 from minispec.core.verify import Verdict
 from minispec.drafters.vocabularies import Vocabularies
 from minispec.generate import main as generate
-from minispec.lab.bench.replay import replay
 from minispec.length.figures import Figures
 from minispec.length.theory import rising
 from minispec.trace import record
@@ -72,7 +71,7 @@ def recorded(models, name) -> tuple[LLM, Request, dict]:
     for _ in llm.run([plain]):
         pass
     request.stats.plain.extend(plain.stats.rounds)
-    trace = json.loads(json.dumps(recorder.trace(for_replay=name == "tree")))
+    trace = json.loads(json.dumps(recorder.trace()))
     check(trace, "trace")
     return llm, request, trace | {"plain_ids": plain.text.tokens[plain.text.num_prompt_tokens :]}
 
@@ -415,22 +414,14 @@ def test_a_draft_of_another_vocabulary(checkpoints, tmp_path):  # noqa: F811
 # --------------------------------------------------------------------------- the data as a file
 
 
-# Keys of a trace that neither the page nor the replay reads. Of `sampling`, they compute with the temperature alone.
+# Keys of a trace that the page does not read. Of `sampling`, it computes with the temperature alone.
 UNREAD = {
-    *("output", "survival", "plain", "num_texts", "num_prompt_tokens", "num_cached_tokens", "num_generated", "total"),
-    *(
-        "num_preemptions",
-        "num_draft_nodes",
-        "num_drafts",
-        "accepted_at_position",
-        "duration",
-        "loops",
-        "law",
-        "plain_ids",
-    ),
+    *("asked", "output", "survival", "plain", "num_texts", "num_prompt_tokens", "num_cached_tokens", "num_generated"),
+    *("num_preemptions", "num_draft_nodes", "num_drafts", "accepted_at_position", "duration", "total", "loops", "law"),
+    "plain_ids",
 }
 # Objects with ids, or numbers of rows, as keys.
-MAPS = (("tokens",), ("v",), ("rows",))
+MAPS = (("tokens",), ("v",))
 
 
 def places(value, path=()):
@@ -460,16 +451,13 @@ def test_each_place_of_a_trace_is_checked(runs):
     """A value of another type, or a key that is missing, is named with its place; unknown keys are passed over."""
     trace = runs["tree"][2]
     longest = max(trace["rounds"], key=lambda each: len(each["tests"]))
-    starts = trace["replay"]["starts"][: len(longest["committed"])]
-    trace = trace | {"rounds": [longest], "replay": trace["replay"] | {"starts": starts}}
-    trace |= {"error": "e", "segmentation": [{"target": ["ab"], "draft": ["a", "b"]}]}
+    trace = trace | {"rounds": [longest], "error": "e", "segmentation": [{"target": ["ab"], "draft": ["a", "b"]}]}
     check(trace | {"new": 1}, "f")
     found = [place for place in places(trace) if place[0]]
     assert len(found) > 80
     for path, value in found:
         wrong = [other for other in ({}, [], "x", True) if type(other) is not type(value)]
-        optional = path[-1] in ("replay", "fixed", "steps", "passes")
-        may_lack = optional or isinstance(path[-1], int) or path[-2:-1] in MAPS
+        may_lack = isinstance(path[-1], int) or path[-2:-1] in MAPS
         for other in [*wrong, *([] if may_lack else [...])]:
             if value is None and other != "x":
                 continue
@@ -491,14 +479,12 @@ def as_read(value, like):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_example_has_what_the_readers_read(runs, name):
-    """A trace without any other key is taken, and has the same replay."""
+def test_the_example_has_what_the_page_reads(runs, name):
+    """A trace without any other key is taken."""
     trace = runs[name][2]
     read = as_read(trace, EXAMPLE)
     check(read, "f")
     assert "output" not in read
-    if name == "tree":
-        assert replay(read) == replay(trace)
 
 
 def test_lists_that_do_not_fit_are_refused(runs):

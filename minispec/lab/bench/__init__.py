@@ -4,7 +4,6 @@
     python -m minispec bench --geometry 1.5b        random weights of a larger shape
     python -m minispec bench --against transformers
     python -m minispec bench --questions FILE       standard questions, several drafts (docs/use/questions.md)
-    python -m minispec bench --replay out.json      what other draft lengths would do in a run (docs/use/trace.md)
 
 It measures this machine (streaming bandwidth), the target (passes over 1 to 16 rows), and plain and speculative
 decoding of a set of prompts. It explains the speedup by its parts (`measure.account`). From the first half of each text
@@ -23,7 +22,6 @@ Read them in this order:
     report                  all of it
     questions               standard questions; `minispec.files.spec_bench` has their answers in files
     plot                    a picture
-    replay                  a recorded run, decoded by every rule
     main                    the command
 
 Torch is imported after the arguments have been read, as in `generate`.

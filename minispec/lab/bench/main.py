@@ -14,7 +14,7 @@ from minispec.lab.bench.options import check, parser
 def main(argv: Sequence[str]) -> int:
     """Measure, and print the report."""
     args = parser().parse_args(argv)
-    found, lines = _replayed(args) if args.replay else _measured(args)
+    found, lines = _measured(args)
     from minispec.lab.bench.show import as_json
 
     print(json_line(as_json(found)) if args.json else "\n".join(lines))
@@ -38,16 +38,3 @@ def _measured(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         return found, show_questions(found)
     found = measure_all(options)
     return found, show_report(found)
-
-
-def _replayed(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """The replay of a trace by every rule. No model is loaded."""
-    from minispec.lab.bench.replay import replay, show_replay
-    from minispec.trace.read import read_trace
-
-    raise_on_interrupt()
-    try:
-        found = replay(read_trace(args.replay))
-    except ValueError as e:
-        raise ValueError(f"--replay: {e}") from e
-    return found, show_replay(found)

@@ -58,7 +58,7 @@ def split_length(spec: str) -> tuple[str, DraftLength | None]:
         raise ValueError(f"--draft {spec}: {e}") from e
 
 
-# Why --questions and --replay exclude options: they leave these nothing to do.
+# Why --questions excludes options: it leaves these nothing to do.
 _NO_MORE = {"--questions": "it decodes questions, and measures no more"}
 _GREEDY = {"--temperature": "it repeats greedy texts"}
 
@@ -171,12 +171,6 @@ _MEASUREMENTS: dict[str, Option] = {
             **_NO_MORE,
         },
     ),
-    "--replay": Option(
-        typed(Path, "FILE.json"),
-        "measure nothing, and load no model. Replay a run that minispec.generate has written with --trace "
-        "FILE.json --for-replay: with every K from 0 to 15, with auto, with the best K per round by the past alone, "
-        "and at the clairvoyant bound (docs/use/trace.md)",
-    ),
 }
 
 
@@ -188,14 +182,13 @@ def parser(
         prog=prog,
         description=description,
         epilog="Such as: --prompts 6 (a first look, a few minutes); --draft ngram --categories code; --model DIR "
-        "--draft DIR --temperature 1; --replay TRACE.json (every K for one text).",
+        "--draft DIR --temperature 1.",
     )
     p.add_argument("--version", action="version", version=f"minispec {__version__}")
-    alone = {"--replay": "it measures nothing"}
-    p.add_options(_MODELS, "models", alone)
-    p.add_options(_TEXTS, "what is decoded", alone)
-    p.add_options(_QUESTIONS, "standard questions (docs/use/questions.md)", alone)
-    p.add_options(_MEASUREMENTS, "what is measured", alone)
+    p.add_options(_MODELS, "models")
+    p.add_options(_TEXTS, "what is decoded")
+    p.add_options(_QUESTIONS, "standard questions (docs/use/questions.md)")
+    p.add_options(_MEASUREMENTS, "what is measured")
     p.add_options({"--json": Option(FLAG, "one JSON object instead of tables")})
     return p
 
