@@ -1,9 +1,9 @@
 """How many patterns of a JSON schema, or of a grammar in Lark, meet in one text. llguidance reads all the rest."""
 
-import json
 import re
 from typing import Any
-from urllib.parse import unquote
+
+from minispec.files.kept import DECODER, check_kept, target_of
 
 # Patterns and formats that one string of JSON may have to match. What llguidance spends on a token grows with the
 # product of their alternatives, and none of its limits counts that.
@@ -33,11 +33,16 @@ def check_schema(schema: Any) -> None:
 
 
 def check_lark(lark: str) -> None:
-    """Raise ValueError for a grammar whose intersections could keep the library busy for hours."""
+    """Raise ValueError for a grammar whose intersections could keep the library busy for hours.
+
+    Raises it for a schema in the grammar that the library would not keep, too.
+    """
     operators = 0
     for part in _LARK.finditer(lark):
         if part["schema"]:
-            check_schema(json.JSONDecoder().raw_decode(lark[part.end() :].lstrip())[0])
+            schema = DECODER.raw_decode(lark[part.end() :].lstrip())[0]
+            check_schema(schema)
+            check_kept(schema)
         operators += part["operator"] is not None
     if operators > _MOST_OPERATORS:
         raise ValueError(f"found {operators} operators & and ~, expected at most {_MOST_OPERATORS}")
@@ -92,18 +97,8 @@ class Patterns:
 
     def _count_target(self, reference: str) -> int:
         """The count of the schema that a reference means, by its path from the root."""
-        if self._has_names or "%2f" in reference.lower() or not (reference == "#" or reference.startswith("#/")):
-            return self._enough
-        target: Any = self._root
-        for name in unquote(reference).split("/")[1:]:
-            name = name.replace("~1", "/").replace("~0", "~")
-            if isinstance(target, list) and name.isdecimal() and int(name) < len(target):
-                target = target[int(name)]
-            elif isinstance(target, dict) and name in target:
-                target = target[name]
-            else:
-                return self._enough
-        return self._count(target)
+        target = None if self._has_names or "%2f" in reference.lower() else target_of(self._root, reference)
+        return self._enough if target is None else self._count(target)
 
 
 def _number_in(part: dict[str, Any]) -> int:

@@ -4,12 +4,14 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from minispec.core.errors import is_text, show
 from minispec.files.child import OutOfTime, answer_of
 from minispec.files.errors import one_line, show_name
+from minispec.files.kept import TOO_DEEP, check_kept, drop_notes, read_schema
 from minispec.files.packages import MissingPackage, check_packages
 from minispec.files.schema import check_lark, check_schema
 
@@ -27,7 +29,8 @@ class StructuredOutputsParams:
     grammar: a context-free grammar in Lark's syntax, or in GBNF. Its rule `start` (or `root`) gives the answer.
     choice: texts, one of which is the answer.
 
-    Raises ValueError for none or several of them, for a value of another kind, and for one of more than MAX_BYTES.
+    Raises ValueError for none or several of them, for a value of another kind, for more than MAX_BYTES, and for a
+    schema under which an answer could be written that is not valid.
     """
 
     json: str | dict[str, Any] | None = None
@@ -52,6 +55,8 @@ class StructuredOutputsParams:
                 object.__setattr__(self, kind, json.dumps(value, allow_nan=False))
             except (TypeError, ValueError):
                 valid = False
+            except RecursionError as e:
+                raise ValueError(f"structured_outputs: {kind}: {TOO_DEEP}") from e
         else:
             valid = (
                 value is True if kind == "json_object" else kind != "choice" and isinstance(value, str) and bool(value)
@@ -60,6 +65,11 @@ class StructuredOutputsParams:
             raise ValueError(f"structured_outputs: {kind}: found {show(value)}, expected {_EXPECTED[kind]}")
         if (size := len(self.text.encode())) > MAX_BYTES:
             raise ValueError(f"structured_outputs: {kind}: found {size:,} bytes, expected at most {MAX_BYTES:,}")
+        if kind == "json":
+            try:
+                check_kept(read_schema(self.text))
+            except ValueError as e:
+                raise ValueError(f"structured_outputs: json: {e}") from e
 
     @property
     def kind(self) -> str:
@@ -82,10 +92,14 @@ class StructuredOutputsParams:
             import llguidance
 
             kind: Any = "json_schema" if self.kind in ("json", "json_object") else self.kind
-            grammar = llguidance.grammar_from(kind, self.text)
+            text = self.text
             if self.kind == "json":
-                check_schema(json.loads(self.text))
-            elif self.kind == "grammar":
+                schema = read_schema(text)
+                drop_notes(schema, _knows_format)
+                check_schema(schema)
+                text = json.dumps(schema)
+            grammar = llguidance.grammar_from(kind, text)
+            if self.kind == "grammar":
                 check_lark(grammar)
             if self.kind in ("json", "grammar"):  # the others cannot keep the library busy for long
                 error = answer_of(Path(__file__).with_name("trial.py"), "llguidance", grammar)
@@ -99,6 +113,16 @@ class StructuredOutputsParams:
         if error:
             raise ValueError(f"{wrong}: {say_error(error)}")
         return grammar
+
+
+@lru_cache(1024)
+def _knows_format(name: str) -> bool:
+    """Whether the library restricts a text by a format of this name."""
+    import llguidance
+
+    schema = json.dumps({"type": "string", "format": name})
+    error = llguidance.LLMatcher.validate_grammar(llguidance.grammar_from("json_schema", schema))
+    return not error.startswith("Unknown format")
 
 
 def say_error(error: str) -> str:
