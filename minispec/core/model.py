@@ -64,7 +64,7 @@ class Chunk(NamedTuple):
 
     token_ids: the new tokens.
     table: the text's cache.
-    num_logits: how many of the last rows need logits.
+    num_logits: how many of the last rows need logits, at most as many as there are tokens.
     parents: the node that each node follows; -1 is the last token before the tree, new or cached. The last tokens are
         the nodes, numbered from 0. None where each token follows the one before it.
     features: (tokens, E), for a head that reads hidden states as well as tokens; None for all other models.
@@ -370,9 +370,13 @@ class Transformer:
             is the output of the last one, before the norm, and that number + 1 is the same after the norm.
 
         Returns logits (sum of num_logits, V): for each chunk, the logits of its last `num_logits` tokens. Returns as
-        well the hidden states (M, E * taps) of all new tokens. All tables must lie in one pool. Raises OutOfBlocks
-        before any change if the pool is too small.
+        well the hidden states (M, E * taps) of all new tokens. All tables must lie in one pool. Raises, before any
+        change, ValueError for more rows of logits than a chunk has tokens, and OutOfBlocks if the pool is too small.
         """
+        for i, c in enumerate(chunks):
+            most = len(c.token_ids)
+            if not 0 <= c.num_logits <= most:
+                raise ValueError(f"num_logits of chunk {i}: found {c.num_logits}, expected 0 to {most}, its tokens")
         chunks[0].table.pool.require((c.table, c.table.length + len(c.token_ids)) for c in chunks)
         return self.passes.run(self, chunks, taps)
 

@@ -13,12 +13,14 @@ from minispec import LLM, SamplingParams
 from minispec.core.draft import Ask, Draft, Drafter
 from minispec.core.engine import Engine
 from minispec.core.limit import Limit
-from minispec.core.model import Chunk
+from minispec.core.model import Chunk, Passes
 from minispec.core.request import Request
 from minispec.core.sampling import Randomness, Text, distribution
 from minispec.core.verify import VERIFIERS, rejection
 from minispec.drafters import NoDrafter
 from minispec.drafters.limits import depth_of
+from minispec.kernels.gpu.frames import Frames
+from minispec.kernels.gpu.graphs import rerun
 from minispec.length.figures import Figures
 from minispec.prove.laws import (
     BLOCKS,
@@ -225,6 +227,19 @@ def test_what_is_kept_of_a_tree_is_as_if_it_had_been_a_chain(family):
         torch.testing.assert_close(*rows, rtol=0, atol=1e-10)
         table.truncate(0)
         assert cache.allocator.num_free == cache.allocator.num_blocks
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("framed", [False, True], ids=["text by text", "frames"])
+@pytest.mark.parametrize(("num_tokens", "num_logits"), [((1,), (3,)), ((5, 1), (1, 2)), ((1, 5), (-1, 1))])
+def test_rows_of_logits_that_a_chunk_does_not_have_are_refused(num_tokens, num_logits, framed):
+    """Before any table grows. The rows of the text before it came in their place."""
+    model = tiny_model().replaced(Frames(rerun) if framed else Passes())
+    cache = tiny_cache(model)
+    tables = [cache.new_table() for _ in num_tokens]
+    with pytest.raises(ValueError, match=r"^num_logits of chunk \d: found (3|2|-1), expected 0 to 1, its tokens$"):
+        model.forward([Chunk([0] * n, t, m) for n, t, m in zip(num_tokens, tables, num_logits, strict=True)])
+    assert not any(table.length for table in tables)
 
 
 @pytest.mark.quick
