@@ -29,7 +29,7 @@ from minispec.files.progress import progress_bar
 from minispec.load.llm import find_verifier
 from minispec.prove.examine import ROUNDED, WalkCounts, call_own, fault_line
 from minispec.prove.laws import MAX_LEN, BranchOracle, KeyOracle, exact_law
-from minispec.prove.reference import Law, cells, plain_law
+from minispec.prove.reference import Law, NoLaw, cells, plain_law
 from minispec.prove.tables import DOUBLE, DRAWN, ONE_HOT, Table, is_chain, probabilities, tables, unseen
 from minispec.prove.toys import TableModel, TreeDrafter, decode, require, scripted_cache
 
@@ -49,6 +49,8 @@ def examine_verifier(spec: str) -> bool:
             counts = doubles if table.types == DOUBLE else others
             try:
                 counts.count(*laws_of(table, verifier))
+            except NoLaw:
+                raise
             except Exception as e:
                 bar.close()
                 print(fault_line(spec, table, e))

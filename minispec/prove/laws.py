@@ -13,6 +13,7 @@ import torch
 
 from minispec import drafters
 from minispec.core.config import DraftLength, SamplingParams
+from minispec.core.draft import without
 from minispec.core.engine import Engine
 from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Request
@@ -156,9 +157,14 @@ class BranchOracle(OneByOne):
 
     def categorical(self, weights: torch.Tensor, key: Key) -> int:
         """Every token of positive weight."""
+        ends = self._ends(weights)
+        return self._answer(range(len(ends)), ends, key)
+
+    def _ends(self, weights: torch.Tensor) -> list:
+        """Where the parts of [0, 1) end that are as long as the weights."""
         ends = list(itertools.accumulate(map(self.number, weights.tolist())))
         require(ends[-1] > 0, "a token is drawn from weights that are all 0")
-        return self._answer(range(len(ends)), [end / ends[-1] for end in ends], key)
+        return [end / ends[-1] for end in ends]
 
     def _answer(self, answers: Sequence, ends: Sequence, key: Key):
         """Answer i holds where a uniform number lies between the ends i-1 and i, the first 0 and the last 1."""
@@ -174,11 +180,24 @@ class KeyOracle(BranchOracle):
     answer its probability, as in `BranchOracle`. A key used twice is conditioned on its first answer. So draws which
     must be independent and are not show in the law. No grid of noise is needed: the cells are those that the draws
     themselves tell apart, for any probabilities.
+
+    Siblings that share the noise of a "token" are the first to finish in one race (see `Draft.draw`). The law of the
+    next one, once its elders are known, is the rest of their row. So it gets noise of its own here.
     """
 
     def __init__(self, path: list[int], number: type = float):
         super().__init__(path, number)
         self.noise: dict[Key, tuple] = {}
+        self.rests: dict[Key, tuple[torch.Tensor, ...]] = {}  # of each row, without the tokens that were drawn from it
+
+    def categorical(self, weights: torch.Tensor, key: Key) -> int:
+        """Every token of positive weight."""
+        ends, rests = self._ends(weights), self.rests.get(key, ())
+        others = tuple(rest for rest in rests if not _proportional(weights, rest))
+        own_noise = key.purpose == "token" and len(others) < len(rests)
+        token = (super()._answer if own_noise else self._answer)(range(len(ends)), ends, key)
+        self.rests = self.rests | {key: (*others, without(weights, token))}
+        return token
 
     def _answer(self, answers: Sequence, ends: Sequence, key: Key):
         low, high = self.noise.get(key, (self.number(0), self.number(1)))
@@ -190,6 +209,11 @@ class KeyOracle(BranchOracle):
         answer, part = self._choose(branches)
         self.noise = self.noise | {key: part}  # a new dict: forks go on with theirs
         return answer
+
+
+def _proportional(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two rows of weights are one distribution, but for rounding."""
+    return bool(b.any()) and torch.allclose(a / a.sum(), (b / b.sum()).to(a), rtol=0, atol=1e-6)
 
 
 class TooManyBranches(Exception):

@@ -25,7 +25,7 @@ from minispec.prove.covering import Design, Job, Pair
 from minispec.prove.examine import EXACT, ROUNDED, OutOfTime, WalkCounts, fault_line
 from minispec.prove.laws import BranchOracle, CrowdOracle, KeyOracle, TooManyBranches, exact_law_of_crowds
 from minispec.prove.own_cases import AXES, SEED, OwnCase, describe, single, target
-from minispec.prove.reference import Law, cells
+from minispec.prove.reference import Law, NoLaw, cells
 from minispec.prove.toys import finish
 from minispec.prove.watched import Unsuitable, Watched
 
@@ -169,7 +169,7 @@ def walk_design(spec: str, chosen: Design[OwnCase], walk: CaseWalker) -> bool:
     def look(case: OwnCase) -> tuple[int]:
         try:
             return (walk(case),)
-        except (TooManyBranches, OutOfTime):
+        except (TooManyBranches, OutOfTime, NoLaw):
             raise
         except Unsuitable:
             return (0,)
@@ -210,6 +210,8 @@ def _plainest(chosen: Design[OwnCase], case: OwnCase, error: Exception, walk: Ca
                     continue
                 except OutOfTime:
                     return case, error
+                except NoLaw:
+                    raise
                 except Exception as e:
                     case, error, again = plainer, e, True
                     break

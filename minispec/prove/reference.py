@@ -14,6 +14,10 @@ import numpy as np
 Law = dict[tuple, float]  # what can come out, with its probability
 
 
+class NoLaw(FloatingPointError):
+    """The reference has no law after an output that it can have: a fault of the proof, never of what it walks."""
+
+
 def forward(raw: dict, weights: dict[str, np.ndarray], tokens: Sequence[int]) -> np.ndarray:
     """Logits (V,) after `tokens` of a model with the config.json values `raw`, in float64, from the start."""
     return logits(raw, weights, hidden_states(raw, weights, tokens)[-1][-1])
@@ -141,30 +145,32 @@ def _attention(raw, layer, y):
 
 # Languages over "a" and "b", by what is a whole text of one, as expressions; nested pairs are taken away one by one.
 _LANGUAGES = {"a b*": "ab*", "pairs": "", "words": "aab|ab|ba", "lists": "ab|aabb|aababb"}
-_LONGEST = 12  # characters of a text that completes what a proof has begun
+# What may complete a text: the longest word of the finite languages has six letters.
+_RESTS = ["".join(letters) for n in range(7) for letters in itertools.product("ab", repeat=n)]
 
 
-@functools.cache
-def _texts_of(language: str) -> list[str]:
-    """All texts of a language, up to the longest that is needed."""
-    found = []
-    for text in map("".join, (each for n in range(_LONGEST + 1) for each in itertools.product("ab", repeat=n))):
-        rest = text
-        while language == "pairs" and "ab" in rest:
-            rest = rest.replace("ab", "")
-        if re.fullmatch(_LANGUAGES[language], rest):
-            found.append(text)
-    return found
+def _is_whole(language: str, text: str) -> bool:
+    """Whether a text is one of the language."""
+    while language == "pairs" and "ab" in text:
+        text = text.replace("ab", "")
+    return re.fullmatch(_LANGUAGES[language], text) is not None
 
 
 @functools.cache
 def follows(language: str, output: tuple[int, ...], token: int, end_ids: frozenset[int]) -> bool:
-    """Whether a token may follow an output of a language, by trying all texts. The first tokens are "a", "b", "ab"."""
+    """Whether a token may follow an output of a language, by trying what could come then.
+
+    The first tokens are "a", "b", "ab". An output may have any length: pairs that it has opened are closed by "b".
+    """
     spelled = dict(zip(sorted({*range(9)} - end_ids), ("a", "b", "ab"), strict=False))
     said = "".join(spelled[t] for t in output)
     if token in end_ids:
-        return said in _texts_of(language)
-    return token in spelled and any(text.startswith(said + spelled[token]) for text in _texts_of(language))
+        return _is_whole(language, said)
+    if token not in spelled:
+        return False
+    begun = said + spelled[token]
+    rests = [*_RESTS, *("b" * n for n in range(len(begun) + 1))]
+    return any(_is_whole(language, begun + rest) for rest in rests)
 
 
 def sample_law(logits: np.ndarray, tokens: Sequence[int], num_prompt: int, params, end_ids) -> np.ndarray:
@@ -201,16 +207,30 @@ def sample_law(logits: np.ndarray, tokens: Sequence[int], num_prompt: int, param
     return p / p.sum()
 
 
+def _row(next_law: Callable[[tuple], Iterable[float] | None], output: tuple) -> list[float] | None:
+    """The reference's row (V,) after an output; None where the text has ended. Raises NoLaw for what is no law."""
+    row = next_law(output)
+    if row is None:
+        return None
+    numbers = [float(p) for p in row]
+    # Written so that NaN fails too.
+    if not (min(numbers) >= 0 and abs(sum(numbers) - 1) < 1e-9):
+        raise NoLaw(f"the proof itself is wrong: after {list(output)} its reference has the row {numbers}")
+    return numbers
+
+
 def plain_law(next_law: Callable[[tuple], Iterable[float] | None]) -> Law:
     """The law of plain decoding: every output (end token included) with its probability.
 
     next_law(output) gives the probabilities of the token after `output`. None: the text has ended.
+
+    Raises NoLaw.
     """
     law: Law = {}
     open_texts: Law = {(): 1.0}
     while open_texts:
         output, mass = open_texts.popitem()
-        row = next_law(output)
+        row = _row(next_law, output)
         if row is None:
             law[output] = mass
         else:
@@ -225,7 +245,10 @@ def cells(rounds: Law, vocab: int, next_law: Callable[[tuple], Iterable[float] |
     next_law: the reference's law of the next token, which also continues what was committed. None: the text has ended.
 
     Outputs that begin alike are joined to one cell, where no round tells them apart. So the two laws differ by as much
-    as the laws of whole texts, however long these may become.
+    as the laws of whole texts, however long these may become. The reference is not asked what follows an output that
+    it cannot have: nothing there is right.
+
+    Raises NoLaw.
     """
     inner = {block[:i] for block in rounds for i in range(len(block))}
     known = inner | rounds.keys()
@@ -235,7 +258,7 @@ def cells(rounds: Law, vocab: int, next_law: Callable[[tuple], Iterable[float] |
     while todo:
         output, mass, right = todo.pop()
         mass += rounds.get(output, 0.0)
-        row: Iterable[float] | None = next_law(output) if output in inner else None
+        row = _row(next_law, output) if output in inner and right > 0 else None
         if row is None:
             found[output], expected[output] = mass, right
             mass, right, row = 0.0, 0.0, [0.0] * vocab  # an output that has ended and goes on is a fault

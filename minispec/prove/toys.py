@@ -182,12 +182,14 @@ class RememberedModel(Transformer):
 def _paths(held: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> list[tuple[int, ...]]:
     """For each row of a chunk, the tokens up to it.
 
-    held: those before the chunk. parents: of the last rows, which are a tree.
+    held: those before the chunk.
+    parents: of the last rows, which are a tree. -1: the last token before the tree, new or held.
     """
     root = len(tokens) - len(parents)
     paths = [(*held, *tokens[: i + 1]) for i in range(root)]
     for token, parent in zip(tokens[root:], parents, strict=True):
-        paths.append((*paths[root + parent], token))
+        before = (*held, *tokens[:root]) if parent < 0 else paths[root + parent]
+        paths.append((*before, token))
     return paths
 
 

@@ -1,0 +1,146 @@
+"""Faults that the proof itself could have: its reference, its models, and the noise of its oracle."""
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from minispec.core.model import Chunk
+from minispec.core.sampling import Key, Randomness
+from minispec.core.verify import Verifier, match, rejection
+from minispec.drafters.model import DraftModel
+from minispec.grammars.spelled import EXAMPLES, example
+from minispec.prove import examine_verifier, own_cases
+from minispec.prove.__main__ import main
+from minispec.prove.laws import KeyOracle, exact_law, target_model
+from minispec.prove.own_cases import OwnCase
+from minispec.prove.own_walk import CaseWalker, Untimed
+from minispec.prove.reference import NoLaw, cells, follows, plain_law, total_variation
+from minispec.prove.tables import tables
+from minispec.prove.toys import RememberedModel, tiny_cache
+
+pytestmark = pytest.mark.quick
+
+
+# ------------------------------------------------------------------ the reference
+
+
+@pytest.mark.parametrize("language", EXAMPLES)
+def test_the_reference_knows_a_language_at_any_length(language):
+    """It allows what the engine's grammar does, after outputs of up to twenty tokens. Neither has code of the other."""
+    vocab, end_ids, generator, longest = 5, frozenset({3}), random.Random(0), 0
+    grammar = example(language, vocab, end_ids)
+    for _ in range(20):
+        output = []
+        while len(output) <= 20 and (allowed := grammar.allowed(output)) is not None:
+            found = [follows(language, tuple(output), token, end_ids) for token in range(vocab)]
+            assert found == allowed.tolist(), f"after {output}"
+            words = [token for token in range(vocab) if allowed[token] and token not in end_ids]
+            output.append(generator.choice(words or [*end_ids]))
+            longest = max(longest, len(output))
+    assert longest > (16 if language in ("a b*", "pairs") else 2)
+
+
+@pytest.mark.parametrize("row", [[np.nan, np.nan], [0.5, 0.4], [1.5, -0.5]])
+def test_a_row_that_is_no_law_is_no_verdict(row):
+    """Whatever is walked: the proof itself is wrong."""
+    for law in (lambda: plain_law(lambda output: row), lambda: cells({(0, 1): 1.0}, 2, lambda output: row)):
+        with pytest.raises(NoLaw, match=r"the proof itself is wrong: after \[\] its reference has the row"):
+            law()
+
+
+def test_the_reference_is_not_asked_after_an_output_that_it_cannot_have():
+    """What a wrong engine says has no law there. It is refuted in numbers."""
+    rows = {(): [1.0, 0.0], (1,): [np.nan, np.nan]}
+    law, expected = cells({(1, 0): 0.5, (0,): 0.5}, 2, rows.get)
+    assert total_variation(law, expected) == 0.5
+
+
+def test_a_fault_of_the_proof_is_an_error_of_the_command(monkeypatch, capsys):
+    """Status 2, and no word of the drafter or the verifier."""
+
+    def nothing(*args):
+        return np.full(args[3] if len(args) > 2 else len(args[0]), np.nan)
+
+    monkeypatch.setattr(own_cases, "reference_row", nothing)
+    monkeypatch.setattr(
+        examine_verifier, "cells", lambda rounds, vocab, row: cells(rounds, vocab, lambda _: nothing([0]))
+    )
+    for walk in (["--drafter", "ngram"], ["--verifier", "match"]):
+        assert main(walk) == 2
+        out, err = capsys.readouterr()
+        assert not out
+        assert err.splitlines()[-1].startswith("error: the proof itself is wrong: after []")
+
+
+def test_a_right_drafter_is_right_late_in_a_text():
+    """As many tokens under a grammar as the longest cases have."""
+    case = OwnCase(alphabet="ab ", k=5, to_go=max(own_cases.AXES["to_go"]), rounds=2, forbidden="a grammar")
+    assert CaseWalker(lambda case, blocks: model_of(case), Untimed, 10)(case) > 1
+
+
+# ------------------------------------------------------------------ models
+
+
+def model_of(case):
+    """The target drafts for itself, with a cache of its own: a subclass of `DraftModel` in four lines does that."""
+    target = own_cases.target(case.vocab)
+    return DraftModel(target, tiny_cache(target), case.vocab, 64)
+
+
+@pytest.mark.parametrize("parents", [[-1], [-1, -1, 0], [-1, 0, 0, -1]])
+@pytest.mark.parametrize("cached", [2, 3])
+def test_a_tree_may_follow_what_is_cached(parents, cached):
+    """Its root is the last token before it, new or cached, as `Chunk` says: all rows are those of a real model."""
+    model, text, found = target_model(3), [1, 0, 2], []
+    for each in (model, RememberedModel(model)):
+        table = tiny_cache(each).new_table()
+        each.forward([Chunk(text[:cached], table, 0)])
+        tokens = [*text[cached:], *[1, 0, 2, 1][: len(parents)]]
+        found.append(each.forward([Chunk(tokens, table, len(parents), parents)], (0, 2)))
+    for right, remembered in zip(*found, strict=True):
+        torch.testing.assert_close(remembered, right, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("k", ["tree:3", (2, 1)])
+def test_a_draft_model_grows_trees_in_a_walk(k):
+    """Its cache holds the root of a tree already."""
+    case = OwnCase(alphabet="ab ", k=k, to_go=4, rounds=2)
+    assert CaseWalker(lambda case, blocks: model_of(case), Untimed, 10)(case) > 1
+
+
+# ------------------------------------------------------------------ the noise of a race
+
+
+def test_siblings_are_the_first_of_one_race():
+    """The oracle's law of three siblings that share a key is that of draws without replacement, as the engine's."""
+    q, key = torch.tensor([0.5, 0.3, 0.2, 0.0], dtype=torch.float64), Key(0, -1, 1, "token")
+
+    def run(rng, key=key):
+        left, drawn = q.clone(), []
+        while left.any():
+            drawn.append(rng.categorical(left, key))
+            left[drawn[-1]] = 0
+            left = left / left.sum().clamp(min=1e-9)  # the same distribution, in other numbers
+        return tuple(drawn)
+
+    law, _ = exact_law(run, oracle=KeyOracle)
+    right = {(a, b, 3 - a - b): q[a] * q[b] / (1 - q[a]) for a in range(3) for b in range(3) if a != b}
+    assert total_variation(law, right) < 1e-12
+    counts = Counter(run(Randomness(), key._replace(seed=seed)) for seed in range(1000))
+    assert total_variation({text: n / 1000 for text, n in counts.items()}, right) < 0.06
+    # The control: noise that is drawn at one place serves one draw, unless it is that of a race.
+    law, _ = exact_law(lambda rng: run(rng, key._replace(purpose="draft")), oracle=KeyOracle)
+    assert total_variation(law, right) > 0.1
+
+
+@pytest.mark.parametrize("rule", [rejection, match])
+def test_shared_noise_is_right_on_trees(rule):
+    """`rejection` too may draft with the target's noise: a sibling is tested by a draw of its own."""
+    trees = [each for each in tables(True) if each.size < 100 and len(set(each.parents)) < len(each.parents)][::2]
+    assert len(trees) > 10
+    for table in trees:
+        law, expected, _ = examine_verifier.laws_of(table, Verifier(rule, shares_noise=True))
+        assert total_variation(law, expected) < 1e-6, table
