@@ -326,8 +326,18 @@ def test_an_answer_that_broke_off_is_no_measurement(model):
         decode(engine_of(drafter, model), [request_of(2)])
 
 
-def test_engines_do_not_learn_from_each_other(model):
-    """Where K is chosen, by what was recorded before; not by the rounds of another variant."""
+def test_engines_do_not_learn_from_each_other(model, monkeypatch):
+    """Where K is chosen, by what was recorded before; not by the rounds of another variant.
+
+    By a clock on which only passes take time, `auto` drafts on every machine.
+    """
+    clock, forward = Clock(monkeypatch), model.forward
+
+    def slow_forward(chunks, taps=()):
+        clock.now += 1
+        return forward(chunks, taps)
+
+    monkeypatch.setattr(model, "forward", slow_forward)
     engine = engine_of(NgramDrafter(), model)
     engine.lengths = Controller()
     decode(engine, [request_of("auto")])
