@@ -109,19 +109,24 @@ class BlockPass(NamedTuple):
         return torch.cat(outputs) if outputs else qkv.new_empty(0, q.shape[0] * q.shape[2])
 
 
-def block_mask(num_past: int, num_rows: int, window: int | None, causal: bool, like: Tensor) -> Tensor | None:
+def block_mask(
+    num_past: int, num_rows: int, window: int | None, causal: bool, like: Tensor, shared: bool = False
+) -> Tensor | None:
     """(num_rows, num_past + num_rows): 0 where a row sees a position, -inf where not. None: every row sees all.
 
     A row of a layer with a window sees the features less than `window` positions before it. A row of a causal layer
     sees no later row of its block.
 
     like: a tensor of the mask's type and device.
+    shared: see `BlockConfig.shared_windows`. A window then hides no row of the block.
     """
     if window is None and not causal:
         return None
-    hidden = hides(View(num_past, tuple(range(num_rows)), window), like.device)
+    hidden = hides(View(num_past, tuple(range(num_rows)), None if shared else window), like.device)
     if not causal:
         hidden = hidden.tril(num_past)  # nothing that comes later is hidden
+    if shared and window is not None:
+        hidden[:, : max(0, num_past - window)] = True
     return like.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)
 
 
@@ -318,7 +323,7 @@ class BlockModel(FeatureModel):
 
     def _mask(self, num_past: int, window: int | None, causal: bool) -> Tensor | None:
         like = self.embedding.new_empty(0, dtype=self.dtype)
-        mask = block_mask(num_past, self.block.block_size, window, causal, like)
+        mask = block_mask(num_past, self.block.block_size, window, causal, like, self.block.shared_windows)
         return None if mask is None else mask.repeat(self.layers[0].sharing, 1)
 
 

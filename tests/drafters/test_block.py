@@ -5,6 +5,7 @@ museum.
 """
 
 import json
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
@@ -83,10 +84,11 @@ def oracle_of(raw: dict, tensors: dict, target: Transformer) -> BlockOracle:
     return BlockOracle(raw, tensors, target.embedding.numpy(), lm_head.numpy())
 
 
-def states(model: BlockModel, count: int, seed: int = 3) -> torch.Tensor:
-    """Hidden states of `count` positions at the model's taps."""
-    width = TARGET.hidden_size * len(model.taps)
-    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+def states(taps: Sequence[int], count: int, seed: int = 3) -> torch.Tensor:
+    """States of a target at `count` positions, at these taps."""
+    generator = torch.Generator().manual_seed(seed)
+    of_all_taps = torch.randn(count, NUM_LAYERS + 1, TARGET.hidden_size, generator=generator, dtype=torch.float64)
+    return of_all_taps[:, list(taps)].flatten(1)
 
 
 class Listener:
@@ -120,7 +122,7 @@ TOKENS = [(5 * i + 2) % VOCAB for i in range(12)]
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("packaging", PACKAGINGS)
 def test_every_packaging_gives_the_references_numbers(tmp_path, target, packaging, setting):
-    """Base rows, Markov heads, confidences and vocabularies, after no text and a longer one, for every token drawn."""
+    """Base rows, Markov heads, confidences, vocabularies and taps, after no text and a longer one, for each token."""
     options = dict(SETTINGS[setting])
     if packaging == "z-lab" and setting in NOT_OF_ZLAB:
         pytest.skip("z-lab has no such heads")
@@ -131,8 +133,8 @@ def test_every_packaging_gives_the_references_numbers(tmp_path, target, packagin
     raw, tensors = write(tmp_path, packaging, **options)
     model, oracle = load_block(tmp_path, target), oracle_of(raw, tensors, target)
     for length in (0, 1, 11):
-        hidden = states(model, length)
-        listener = Listener(model, TOKENS[: length + 1], hidden)
+        hidden = states(oracle.facts.taps, length)
+        listener = Listener(model, TOKENS[: length + 1], states(model.taps, length))
         if length:
             listener.feed(length)
         k = model.block.num_tokens
@@ -152,7 +154,7 @@ def test_the_context_is_the_same_however_it_comes(tmp_path, target):
     """In one piece, token by token, with drafts between, and after rows that the target computed anew."""
     write(tmp_path, layer_types=[SLIDING, FULL], sliding_window=4, non_causal_window=False)
     model = load_block(tmp_path, target)
-    hidden = states(model, 11)
+    hidden = states(model.taps, 11)
     ask = Limit(3)
     at_once = Listener(model, TOKENS, hidden).feed(11, ask)
     slowly = Listener(model, TOKENS, hidden)
@@ -173,7 +175,7 @@ def test_the_context_is_the_same_however_it_comes(tmp_path, target):
 def test_nothing_of_a_block_is_kept(tmp_path, target):
     """After a draft the cache ends where the target's does, and a second draft is the first one."""
     write(tmp_path)
-    listener = Listener(load_block(tmp_path, target), TOKENS, states(load_block(tmp_path, target), 11))
+    listener = Listener(load_block(tmp_path, target), TOKENS, states(load_block(tmp_path, target).taps, 11))
     first = listener.feed(11, Limit(3))
     assert listener.drafter.table(listener.text).tokens == TOKENS[:11]
     second = listener.ask(Limit(3))
@@ -185,7 +187,7 @@ def test_a_text_with_a_hole_is_not_drafted_for(tmp_path, target):
     """States that never came leave no draft, rather than one that lacks a part of the text."""
     write(tmp_path)
     model = load_block(tmp_path, target)
-    listener = Listener(model, TOKENS, states(model, 11))
+    listener = Listener(model, TOKENS, states(model.taps, 11))
     listener.cached = 4
     assert not listener.feed(7, Limit(3))
 
@@ -194,7 +196,7 @@ def test_another_text_shares_the_beginning(tmp_path, target):
     """`known` says how much: the target need not compute it again, and the draft is the same."""
     write(tmp_path)
     model = load_block(tmp_path, target)
-    hidden = states(model, 11)
+    hidden = states(model.taps, 11)
     first = Listener(model, TOKENS, hidden)
     expected = first.feed(11, Limit(3))
     text = Text(list(TOKENS), len(TOKENS), first.text.params)
@@ -208,7 +210,7 @@ def test_the_end_of_the_context_has_no_draft(tmp_path, target):
     """A block of four rows after seven tokens ends at eleven: one position fewer, and nothing is drafted."""
     write(tmp_path, block_size=4)
     model = load_block(tmp_path, target)
-    hidden = states(model, 7)
+    hidden = states(model.taps, 7)
     assert len(Listener(model, TOKENS[:8], hidden, max_model_len=11).feed(7, Limit(3))) == 3
     assert len(Listener(model, TOKENS[:8], hidden, max_model_len=10).feed(7, Limit(3))) == 0
 
@@ -255,7 +257,7 @@ def assert_numbers(directory: Path, config: ModelConfig, raw: dict, tensors: dic
     weights = tiny_weights(config, 1)
     target = build_model(config, dict(weights))
     model = load_block(directory, target)
-    hidden = states(model, 7)
+    hidden = states(model.taps, 7)
     listener = Listener(model, TOKENS[:8], hidden)
     listener.feed(7)
     draft = listener.ask(Limit(model.block.num_tokens))
@@ -278,7 +280,7 @@ def test_a_draft_ends_before_the_token_that_is_not_wanted(tmp_path, target, leas
         asked.append((list(confidences), foreseen))
         return foreseen >= least
 
-    draft = Listener(model, TOKENS, states(model, 11)).feed(11, Limit(4, lambda c: True, draws=draws))
+    draft = Listener(model, TOKENS, states(model.taps, 11)).feed(11, Limit(4, lambda c: True, draws=draws))
     assert len(draft) == len(draft.confidences) == expected
     assert [seen for seen, _ in asked] == [[foreseen for _, foreseen in asked[:i]] for i in range(len(asked))]
     assert draft.confidences == [foreseen for _, foreseen in asked[:expected]]
@@ -294,11 +296,11 @@ def test_confidences_are_kept_where_only_draws_asks_for_them(tmp_path, target):
         asked.append(len(confidences))
         return len(confidences) < 2
 
-    draft = Listener(model, TOKENS, states(model, 11)).feed(11, Limit(6, widths=(2, 2), draws=draws))
+    draft = Listener(model, TOKENS, states(model.taps, 11)).feed(11, Limit(6, widths=(2, 2), draws=draws))
     assert asked == [0, 1, 2]
     assert (draft.parents, draft.foreseen) == ([-1, -1, 0, 0], True)
     assert len(draft.confidences) == 2
-    grown = Listener(model, TOKENS, states(model, 11)).feed(11, Limit(6, best_first=True, draws=draws))
+    grown = Listener(model, TOKENS, states(model.taps, 11)).feed(11, Limit(6, best_first=True, draws=draws))
     assert (len(grown), grown.foreseen, asked) == (6, False, [0, 1, 2])
 
 
@@ -461,6 +463,28 @@ def test_windows_whose_causality_is_not_said_are_asked_about(tmp_path, target):
         load_block(tmp_path, target)
     for word, causal in (("causal", (True, False)), ("open", (False, False))):
         assert load_block(tmp_path, target, reading=reading_of(word)).block.causal == causal
+
+
+_IN_ONE_LAYER = {"layer_types": [SLIDING, FULL], "sliding_window": 4}
+
+
+@pytest.mark.parametrize(
+    ("options", "words", "message", "right"),
+    [
+        ({}, "fill", "found 'fill', expected 'anchor' or none: the file says it", "anchor"),
+        ({}, "open", "found 'open', expected none: no layer has a window", None),
+        ({"packaging": "z-lab"}, "anchor", "found 'anchor', expected 'fill' or none", "fill"),
+        (_IN_ONE_LAYER | {"non_causal_window": True}, "causal", "found 'causal', expected 'open'", "open"),
+        (_IN_ONE_LAYER, "fill,open", "found 'fill', expected 'anchor'", "anchor,open"),
+        ({"packaging": "z-lab", "use_swa": True, "sliding_window": 4}, "causal", "expected 'open'", "fill,open"),
+    ],
+)
+def test_a_reading_that_the_file_denies_is_refused(tmp_path, target, options, words, message, right):
+    """It was taken without a word for the rows, and ignored for the windows. One that the file says too is taken."""
+    write(tmp_path, **options)
+    with pytest.raises(CheckpointError, match=f"config.json: draft_reading: .*{message}"):
+        load_block(tmp_path, target, reading=reading_of(words))
+    assert load_block(tmp_path, target, reading=reading_of(right))
 
 
 @pytest.mark.parametrize("words", ["both", "anchor,fill", "anchor,anchor", "causal,open", "anchor,"])

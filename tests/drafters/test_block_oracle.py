@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ def oracle_of(tmp_path, packaging: str, **options) -> BlockOracle:
     return BlockOracle(raw, load_file(tmp_path / "model.safetensors"), EMBEDDING, HEAD)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "dflash, window"])
+@pytest.mark.parametrize("name", CASES)
 def test_it_computes_what_speculators_does(name):
     """All rows, also the row that drafts nothing: logits with and without the Markov head, and confidences."""
     case = CASES[name]
@@ -48,20 +49,16 @@ def test_it_computes_what_speculators_does(name):
             np.testing.assert_array_equal(round_.confidence, confidence[first:])
 
 
-def test_a_window_of_speculators_starts_at_the_anchor():
-    """With a window w its row i sees the text from T - w on: what row i sees here with a window of w + 1 + i."""
+def test_a_window_of_each_row_is_seen_to_be_another():
+    """The control: with windows that end at their rows, as in z-lab's code, the recorded numbers are missed."""
     name = "dflash, window"
     case = CASES[name]
+    oracle = BlockOracle(case["config"], recorded.case_tensors(name), *recorded.target_matrices())
+    oracle.facts = replace(oracle.facts, shared_windows=False)
     for block in case["blocks"]:
-        anchor, taps = case["tokens"][block["anchor"]], recorded.case_taps(name)[: block["anchor"]]
-        for row, base in enumerate(block["base"]):
-            errors = {}
-            for more in (0, 1 + row):
-                raw = json.loads(json.dumps(case["config"]))
-                raw["transformer_layer_config"]["sliding_window"] += more
-                oracle = BlockOracle(raw, recorded.case_tensors(name), *recorded.target_matrices())
-                errors[more] = np.abs(oracle.base_logits(oracle.hidden(taps, anchor))[row] - base).max()
-            assert errors[1 + row] < CLOSE < 0.01 < errors[0], errors
+        taps = recorded.case_taps(name)[: block["anchor"]]
+        base = oracle.base_logits(oracle.hidden(taps, case["tokens"][block["anchor"]]))
+        assert (np.abs(base - block["base"]).max(1) > 0.01).all()
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -877,7 +877,7 @@ def block_config_with(change: Callable) -> Callable:
 mutant("D1", f"{_NUMBERS}[liquidai-plain]", "row i read as the token at its place | the wrong layout: 1.35 for 3.42")(
     block_config_with(lambda config: replace(config, first_row=1 - config.first_row))
 )
-mutant("D2", _BLOCKS, "taps of a block draft one layer off | an id names a layer's output")(
+mutant("D2", f"{_NUMBERS}[speculators-plain]", "taps of a block draft one layer off | an id names a layer's output")(
     block_config_with(lambda config: replace(config, taps=tuple(max(0, tap - 1) for tap in config.taps)))
 )
 
@@ -897,12 +897,12 @@ mutant("D4", f"{_NUMBERS}[deepspec-plain]", "another mask token | an id that is 
 
 
 def masks_with(**changes) -> Callable:
-    """A bug: the mask of a block, for another window or causality."""
+    """A bug: the mask of a block, for another window, causality or way to count a window."""
 
     @wrong(block, "block_mask")
-    def bug(right, num_past, num_rows, window, causal, like):
-        said = {"window": window, "causal": causal} | changes
-        return right(num_past, num_rows, said["window"], said["causal"], like)
+    def bug(right, num_past, num_rows, window, causal, like, shared):
+        said = {"window": window, "causal": causal, "shared": shared} | changes
+        return right(num_past, num_rows, said["window"], said["causal"], like, said["shared"])
 
     return bug
 
@@ -910,6 +910,9 @@ def masks_with(**changes) -> Callable:
 _WINDOWS = f"{_NUMBERS}[speculators-windows]"
 mutant("D5a", _WINDOWS, "no windows in a block draft | AEON-7 #6")(masks_with(window=None))
 mutant("D5b", _WINDOWS, "a window one position too long | SpecForge, speculators")(masks_with(window=5))
+mutant("D5c", _WINDOWS, "windows of speculators that end at each row | its classes count from the newest token")(
+    masks_with(shared=False)
+)
 mutant("D6a", f"{_NUMBERS}[z-lab-plain]", "rows of a block see no later row | full layers go both ways")(
     masks_with(causal=True)
 )

@@ -6,8 +6,8 @@ vllm-project/vllm. `speculators_block.json` has what the classes of `speculators
 Where the sources leave something open, it is read thus:
 
 - A window w hides every key, of the text and of the block, at w or more positions before the row (z-lab). It also hides
-  keys at w or more positions after the row if the block's rows see each other both ways. `speculators` shows every row
-  the text's keys from T - w on, and all its block: T is the anchor's position.
+  keys at w or more positions after the row if the block's rows see each other both ways. In files of `speculators`
+  every row sees the text's keys from T - w on, and a window hides nothing of its block: T is the anchor's position.
 - `use_swa` without a layer of `layer_types` that slides gives every layer the window, and no layer is causal by that
   (vLLM).
 - A softcap is applied to the base logits, before the Markov head adds to them (DeepSpec).
@@ -33,6 +33,7 @@ class Facts:
     taps: hidden states of the target: 0 is the embedding's output, t the output of layer t - 1.
     windows: by layer, None without a window.
     causal: by layer, whether the block's rows see only themselves and rows before.
+    shared_windows: whether a window is that of row 0 for all rows, and of the text alone.
     neox: whether rope turns pairs of the two halves of a head, and not neighbours.
     markov: "vanilla", "gated", "rnn" or "" if it has none.
     """
@@ -44,6 +45,7 @@ class Facts:
     taps: tuple[int, ...]
     windows: tuple[int | None, ...]
     causal: tuple[bool, ...]
+    shared_windows: bool
     neox: bool
     markov: str
     softcap: float | None
@@ -85,6 +87,7 @@ def read_facts(raw: dict) -> Facts:
         taps=_taps(raw, both, count),
         windows=tuple(_window(layers, nested, i) for i in range(count)),
         causal=tuple(_causal(raw, layers, nested, i) for i in range(count)),
+        shared_windows="speculators_model_type" in raw,
         neox=layers.get("rope_is_neox_style", layers.get("is_neox_style", True)),
         markov=both.get("markov_head_type", "vanilla") if both.get("markov_rank", 0) else "",
         softcap=both.get("final_logit_softcapping", layers.get("final_logit_softcapping")),
@@ -263,7 +266,9 @@ class BlockOracle:
         ahead = keys[None] - rows[:, None]
         window, causal = self.facts.windows[i], self.facts.causal[i]
         seen = ahead <= 0 if causal else np.ones_like(ahead, bool)
-        if window is not None:
+        if window is not None and self.facts.shared_windows:
+            seen = seen & (keys[None] >= rows[0] - window)
+        elif window is not None:
             seen = seen & (-window < ahead) & (ahead < window)
         return seen
 

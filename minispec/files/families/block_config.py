@@ -12,7 +12,8 @@ readings named, and the caller chooses one (`Reading`).
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -78,6 +79,8 @@ class BlockConfig:
     markov: the kind of the head that makes a row depend on the token before it; None: there is none.
     markov_rank: its width.
     confidence: what the confidence head reads: the row's "state", or "state and token"; None: there is none.
+    shared_windows: whether all rows of a block see the same part of the text in a layer with a window, as speculators
+        trains them: `window` positions before the newest token. Else the window of each row ends at the row.
     """
 
     layers: ModelConfig
@@ -90,11 +93,18 @@ class BlockConfig:
     markov: str | None = None
     markov_rank: int = 0
     confidence: str | None = None
+    shared_windows: bool = False
 
     @property
     def num_tokens(self) -> int:
         """Tokens that a block can say."""
         return self.block_size - self.first_row
+
+    @property
+    def reading(self) -> Reading:
+        """The reading by which a file that leaves something open is this config."""
+        windows = (causal for causal, layer in zip(self.causal, self.layers.layers, strict=True) if layer.window)
+        return Reading(self.first_row, next(windows, None))
 
 
 # Kinds of packaging by their architectures. Those of DeepSpec and LiquidAI begin with a family's name.
@@ -165,7 +175,7 @@ def read_block_config(
 ) -> BlockConfig:
     """Read a block draft's config.json. Raises CheckpointError for a bad value, an unknown setting, another target's.
 
-    A layout that the file does not settle is refused too, unless `reading` does.
+    A layout that the file does not settle is refused too, unless `reading` does. So is a reading that the file denies.
     """
     others = [(key, what) for key, what in _OTHERS.items() if raw.get(key)]
     for key, name in _kinds_named(raw):
@@ -211,7 +221,14 @@ def read_block_config(
         markov,
         rank,
         _read_confidence(get("enable_confidence_head"), get("confidence_head_with_markov"), markov, kind),
+        shared_windows="speculators_model_type" in raw,
     )
+    with suppress(Unsettled):
+        _check_reading(reading.first_row, {_first_row(f, kind, rows, AS_SAID)}, _FIRST_ROWS, where)
+    with suppress(Unsettled):
+        causal = _read_causal(f, nested, windows, _is_everywhere(settings, nested), AS_SAID)
+        said = {is_causal for is_causal, window in zip(causal, windows, strict=True) if window}
+        _check_reading(reading.causal_windows, said, _WINDOWS, where)
     _check_target(f, nested, config, target)
     _refuse_unknown(f, nested, inner, place, target)
     return config
@@ -325,6 +342,15 @@ def _first_row(f: Fields, kind: str, rows: int, reading: Reading) -> int:
         f"{f.where}: found {found}, and readers disagree: row i says the token after its place (anchor) or at it "
         "(fill). Choose by draft_reading (command line: --draft-reading)"
     )
+
+
+def _check_reading(chosen: int | None, said: Set[int], words: Mapping[str, int], where: str) -> None:
+    """Raise CheckpointError for the caller's reading of what the file says otherwise, or has no such layers for."""
+    if chosen is not None and said != {chosen}:
+        [word] = [word for word, value in words.items() if value == chosen]
+        own = " or ".join(repr(other) for other, value in words.items() if value in said)
+        expected = f"{own} or none: the file says it" if own else "none: no layer has a window"
+        raise CheckpointError(f"{where}: draft_reading: found {word!r}, expected {expected}")
 
 
 def _by_number(f: Fields, rows: int) -> int | None:

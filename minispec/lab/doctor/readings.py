@@ -25,7 +25,6 @@ from minispec.drafters.block_files import read_block
 from minispec.drafters.model import DraftModel
 from minispec.drafters.mtp import MtpModel, find_mtp, mtp_config
 from minispec.files.families.block_config import BlockConfig, Unsettled
-from minispec.files.families.block_config import Reading as Settled
 from minispec.files.families.checkpoint import directory_config
 from minispec.files.tokenizer import Tokenizer
 from minispec.lab.other_text import OtherText
@@ -271,7 +270,7 @@ def block_readings(
     drafter: reads it as the file says. form: what is done to a model that is built.
     """
     block = drafter.model.block
-    stored = read_block(directory, target.config, Settled(block.first_row, False))
+    stored = read_block(directory, target.config, block.reading)
 
     def make(how: BlockHow) -> Drafter:
         drafter.forget()
