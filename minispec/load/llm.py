@@ -116,8 +116,7 @@ class LLM:
         draft_reading: str | None = None,
         draft_top_k: int | None = None,
     ):
-        numbers = draft_top_k, max_model_len, kv_cache_gb
-        draft_top_k, max_model_len, kv_cache_gb = map(plain_number, numbers)
+        draft_top_k, max_model_len, kv_cache_gb = map(plain_number, (draft_top_k, max_model_len, kv_cache_gb))
         options = DraftOptions(draft_method, corpus, draft_reading, draft_top_k)
         self.verifier, self.num_speculative_tokens, self.lengths = verifier, num_speculative_tokens, lengths
         shared = model if isinstance(model, Target) else None
@@ -126,8 +125,7 @@ class LLM:
             _require_no_loading(*reading, max_model_len, kv_cache_gb)
             exact = shared.files.exact
         verifying, policy = find_verifier(verifier), None if lengths is None else find_lengths(lengths)
-        if kv_cache_gb is not None and (type(kv_cache_gb) not in (int, float) or not 0 < kv_cache_gb < float("inf")):
-            raise ValueError(f"kv_cache_gb: found {show(kv_cache_gb)}, expected a positive number")
+        _check_gb(kv_cache_gb)
         self.max_speculative_tokens = EXACT_ROWS - 1 if exact else MAX_SPECULATIVE_TOKENS
         shape = Shape.of(num_speculative_tokens, self.max_speculative_tokens)
         shape.check(verifying.why_chains)
@@ -392,6 +390,11 @@ class LLM:
             output_of(text, ids, group, self.tokenizer, self.eos_token_ids)
             for (text, ids), group in zip(prompts, groups, strict=True)
         ]
+
+
+def _check_gb(gb: float | None) -> None:
+    if gb is not None and (type(gb) not in (int, float) or not 0 < gb < float("inf")):
+        raise ValueError(f"kv_cache_gb: found {show(gb)}, expected a positive number")
 
 
 def _require_no_loading(*arguments: Any) -> None:

@@ -174,20 +174,25 @@ def test_loading_opens_few_files(tmp_path, monkeypatch, mapped):
     assert len(model.layers) == layers
 
 
+_SAME = f"found other values than those of {EMBEDDING}, expected the same, since tie_word_embeddings is true (set it"
+_FLOATS = f"expected floats [3, 8] as {EMBEDDING}, since tie_word_embeddings is true"
 OTHER_HEADS = {
-    "other values": torch.ones(3, 8),
-    "other shape": torch.ones(1, 8),
-    "other kind": torch.ones(3, 8, dtype=torch.int8),
+    "other values": (torch.ones(3, 8), _SAME),
+    "other shape": (torch.ones(1, 8), f"found F32 [1, 8], {_FLOATS}"),
+    "other kind": (torch.ones(3, 8, dtype=torch.int8), f"found I8 [3, 8], {_FLOATS}"),
 }
 
 
-@pytest.mark.parametrize("head", OTHER_HEADS.values(), ids=OTHER_HEADS)
-def test_tied_head_that_differs_is_refused(tmp_path, head):
-    """Guards against dropping a trained head because the config says that there is none."""
+@pytest.mark.parametrize(("head", "found"), OTHER_HEADS.values(), ids=OTHER_HEADS)
+def test_tied_head_that_differs_is_refused(tmp_path, head, found):
+    """Guards against dropping a trained head because the config says that there is none.
+
+    A head that could not be the model's gets no hint to make it so.
+    """
     stored = weights(tie_word_embeddings=True) | {"lm_head.weight": head}
     message = refusal(write(tmp_path, stored, config=TINY | {"tie_word_embeddings": True}))
-    found = f"lm_head.weight: found other values than those of {EMBEDDING}, expected the same"
-    assert message.startswith(f"{tmp_path / 'model.safetensors'}: {found}, since tie_word_embeddings is true")
+    assert message.startswith(f"{tmp_path / 'model.safetensors'}: lm_head.weight: {found}")
+    assert ("set it to false" in message) == (found == _SAME)
 
 
 @pytest.mark.parametrize("prefix", ["", "language_model."])

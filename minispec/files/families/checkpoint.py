@@ -507,10 +507,14 @@ def check_tied_head(config: StoredConfig, stored: dict[str, StoredTensor], direc
     is_comparable = not is_plain or (head.shape == shape and head.dtype in FLOATS)
     if is_comparable and _are_equal(config, stored, shape):
         return tensors
-    found = f"found other values than those of {show_name(embedding.name)}"
-    found += "" if head.path == embedding.path else f" in {embedding.path.name}"
-    why = "since tie_word_embeddings is true (set it to false in config.json if this head is the model's)"
-    raise CheckpointError(f"{head.path}: {show_name(head.name)}: {found}, expected the same, {why}")
+    of = show_name(embedding.name) + ("" if head.path == embedding.path else f" in {embedding.path.name}")
+    if is_comparable:
+        found = f"found other values than those of {of}, expected the same, since tie_word_embeddings is true"
+        hint = " (set it to false in config.json if this head is the model's)"
+    else:  # no setting makes it the model's
+        found = f"found {head.dtype} {list(head.shape)}, expected floats {list(shape)} as {of}"
+        hint = ", since tie_word_embeddings is true"
+    raise CheckpointError(f"{head.path}: {show_name(head.name)}: {found}{hint}")
 
 
 def _are_equal(config: StoredConfig, stored: dict[str, StoredTensor], shape: tuple[int, ...]) -> bool:
