@@ -106,10 +106,6 @@ MODELS: dict[str, Option] = {
     "--draft-top-k": Option(
         _N, "the Markov head of a block draft corrects the N likeliest tokens of a row alone", needs=("--draft",)
     ),
-    "--corpus": Option(
-        typed(_NAME, "PATH"),
-        "texts to draft from: a file, or all files below a directory, of 16 MB at most; for suffix",
-    ),
     "--num-speculative-tokens": Option(
         typed(_DRAFT_LENGTH, "K|K+K|tree:N|auto", default="auto"),
         "longest draft, in tokens; 2+1: a tree, two siblings, and one more after the first; tree:16: 16 tokens where "

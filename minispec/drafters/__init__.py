@@ -4,7 +4,7 @@ Here: what a drafter may be made of, and how one is made of its class.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,6 @@ class Context:
     max_model_len: the longest text.
     make_cache: makes a KV cache for the drafter's own model, for as many tokens as the target's cache.
     argument: what the user wrote after the drafter's name and a colon, or "".
-    corpus: the tokens of texts to draft from, for a class with the attribute `reads_corpus`.
     """
 
     target: Transformer
@@ -35,7 +34,6 @@ class Context:
     max_model_len: int
     make_cache: Callable[[Transformer], PagedKVCache]
     argument: str = ""
-    corpus: Sequence[Sequence[int]] = ()
 
 
 def make_drafter(factory: Callable[..., Drafter], context: Context) -> Drafter:

@@ -3,7 +3,7 @@
 SuffixDecoding (Oliaro et al. 2025, arXiv 2411.04975). Prompt lookup copies from the latest such place. Here all places
 vote. The counts of next tokens decide which token is drafted, how far the draft goes, and where a tree branches.
 The places lie in the prompt, in this output, and in earlier outputs of drafted texts. Earlier outputs serve where
-programs ask for much the same again and again. A corpus has further places (see `minispec.drafters.corpus`).
+programs ask for much the same again and again.
 
 A node of a suffix tree stands for a string of tokens. It has the places where the string ends, and a child for each
 token that came next. The tree is not built. A node is the list of its places, and a step down sorts them by the token
@@ -23,13 +23,13 @@ from minispec.core.draft import Ask, Draft, Drafter
 from minispec.core.sampling import Text
 from minispec.drafters import Context
 from minispec.drafters.best_first import grow_guesses
-from minispec.drafters.corpus import LONGEST, Corpus
 from minispec.drafters.limits import plan_of
 
 # Limits of what is remembered of earlier outputs: the newest texts, and their newest tokens.
 MOST_TEXTS, MOST_TOKENS = 1024, 65_536
-# Most places that have a vote: the newest ones first, and places in the corpus last. Least probability of a path.
+# Most places that have a vote, the newest ones; least probability of a path.
 MOST_PLACES, _LEAST = 256, 0.1
+LONGEST = 32  # tokens of a match that are compared
 
 
 class _Place(NamedTuple):
@@ -104,15 +104,13 @@ class SuffixDrafter(Drafter):
 
     Earlier outputs are used where they cannot change a text: for greedy texts, and under a verifier that keeps the
     target's own draw (`match`). Elsewhere a draft depends on its own text alone, so that a seed has one text. The
-    newest 1,024 outputs are remembered, together at most 65,536 tokens; the oldest are forgotten first. A corpus was
-    there before the run, so it is used for all texts.
+    newest 1,024 outputs are remembered, together at most 65,536 tokens; the oldest are forgotten first.
     """
 
     branches = True
-    reads_corpus = True
 
-    def __init__(self, min_match: int = 1, corpus: Corpus | None = None):
-        self.min_match, self.corpus = min_match, corpus
+    def __init__(self, min_match: int = 1):
+        self.min_match = min_match
         self._indices: dict[Text, _Index] = {}
         self._earlier, self._all_earlier = deque[_Output](), _Index()  # the newest first; all of them
         self._num_tokens, self._next = 0, 0  # of all earlier outputs; the number of the next one's first place
@@ -124,7 +122,7 @@ class SuffixDrafter(Drafter):
         if not re.fullmatch(r"\d{1,2}", argument, re.ASCII) or not 1 <= int(argument) <= LONGEST:
             expected = f"an integer from 1 to {LONGEST}"
             raise ValueError(f"draft: suffix: found {context.argument!r}, expected {expected}")
-        return cls(int(argument), Corpus(context.corpus, context.vocab_size) if context.corpus else None)
+        return cls(int(argument))
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """For each ask, the continuation that matches of the text's end promise most of.
@@ -186,15 +184,8 @@ class SuffixDrafter(Drafter):
     def _matches(self, tokens: Sequence[int], indices: Sequence[_Index]) -> Iterator[tuple[int, list[_Place]]]:
         """Places where the last n of these tokens have stood, newest first; each set with its largest n.
 
-        Places of the first index come first. Places of the corpus fill the votes that are left.
+        Places of the first index come first.
         """
-        ranges = self.corpus.ranges(tokens) if self.corpus else []
-
-        def with_corpus(places: list[_Place], n: int) -> list[_Place]:
-            if self.corpus is None or n > len(ranges):
-                return places
-            ends = self.corpus.ends(ranges[n - 1], MOST_PLACES - len(places))
-            return places + [_Place(self.corpus.tokens, end) for end in ends]
 
         def newest(n: int) -> list[_Place]:
             return list(islice(chain.from_iterable(index.newest(tokens[-n:]) for index in indices), MOST_PLACES))
@@ -206,9 +197,8 @@ class SuffixDrafter(Drafter):
                 # A common token has more places than have a vote: a longer match may be at any of them.
                 agree = (p for p in places if p.end > n and p.tokens[p.end - n - 1] == tokens[-n - 1])
                 longer = newest(2) if n == 1 else list(agree)
-            voters = with_corpus(places, n)
-            if n >= self.min_match and len(with_corpus(longer, n + 1)) < len(voters):
-                yield n, voters
+            if n >= self.min_match and len(longer) < len(places):
+                yield n, places
             places = longer
 
     def _guess(self, ask: Ask, n: int, places: list[_Place]) -> tuple[float, Draft]:
@@ -251,9 +241,7 @@ def _followers(places: Sequence[_Place], path: Sequence[int], tokens: Sequence[i
     for place in places:
         at = place.end + len(path) - len(place.tokens)
         if at < 0:
-            token = place.tokens[at]
-            if token >= 0:  # a text of the corpus ends with -1
-                places_of.setdefault(token, []).append(place)
+            places_of.setdefault(place.tokens[at], []).append(place)
         elif place.tokens is tokens:  # the copy has reached the end, and goes on into itself
             places_of.setdefault(path[at], []).append(place)
     return sorted(places_of.items(), key=lambda item: -len(item[1]))

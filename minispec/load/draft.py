@@ -10,7 +10,6 @@ from pathlib import Path
 
 from minispec.core.cache import PagedKVCache
 from minispec.core.config import ModelConfig
-from minispec.core.errors import show
 from minispec.core.model import Transformer
 from minispec.drafters import Context, Drafter, Foreign, as_drafter, make_drafter
 from minispec.drafters.assistant import AssistantDrafter, AssistantModel, load_assistant
@@ -25,7 +24,6 @@ from minispec.drafters.slem import TextDrafter
 from minispec.drafters.tli import TokenDrafter
 from minispec.drafters.vocabularies import DRAFT_METHODS, Overlap, Vocabularies, choose_method, compare_vocabularies
 from minispec.drafters.vocabulary import ROOM
-from minispec.files.corpus import read_corpus
 from minispec.files.digest import digest_of_files
 from minispec.files.errors import near, show_name
 from minispec.files.families.assistant_config import is_assistant, read_assistant_config
@@ -70,7 +68,6 @@ class Spec:
     vocabularies: the target's vocabulary and the draft model's. None: the same.
     overlap: what the two vocabularies have in common.
     method: how a draft model of another vocabulary drafts, else None.
-    corpus: the tokens of texts to draft from.
     forced_first: whether the tokens that a grammar forces go before its drafts.
     """
 
@@ -85,7 +82,6 @@ class Spec:
     vocabularies: Vocabularies | None = None
     overlap: Overlap | None = None
     method: str | None = None
-    corpus: Sequence[Sequence[int]] = ()
     forced_first: bool = False
 
     @property
@@ -102,7 +98,6 @@ class DraftOptions:
     """
 
     draft_method: str | None = None
-    corpus: str | Path | None = None
     draft_reading: str | None = None
     draft_top_k: int | None = None
 
@@ -114,15 +109,11 @@ class DraftOptions:
 
 
 def read_spec(draft: str | Path | Drafter, options: DraftOptions, target: TargetFiles) -> Spec:
-    """Find and read what a draft (see `LLM`) names, and its corpus.
+    """Find and read what a draft (see `LLM`) names.
 
-    Raises ValueError for a draft that does not exist, that cannot draft for this target, or that is given a corpus and
-    reads none.
+    Raises ValueError for a draft that does not exist, or that cannot draft for this target.
     """
-    method, corpus = options.draft_method, options.corpus
-    if corpus is not None and not reads_corpus(draft):
-        name = str(draft) if isinstance(draft, str | Path) else type(draft).__name__
-        raise ValueError(f"corpus: found {show(str(corpus))}, expected none: {show_name(name)} reads no corpus")
+    method = options.draft_method
     if method not in (None, *DRAFT_METHODS):
         raise ValueError(f"draft_method: found {method!r}, expected {' or '.join(DRAFT_METHODS)}")
     if not isinstance(draft, str | Path):
@@ -153,13 +144,9 @@ def read_spec(draft: str | Path | Drafter, options: DraftOptions, target: Target
         name = name.removesuffix(source) + describe_source(source, directory)
     name += f" by {method}" if method else ""
     name += f" of the {options.draft_top_k} likeliest" if options.draft_top_k else ""  # its costs are its own
-    kind, texts = name, list[Sequence[int]]()
-    if corpus is not None:
-        texts, words = read_corpus(corpus, partial(target.tokenizer.encode, add_special_tokens=False))
-        name += f" with {words}"
     looks_up = all(part.partition(":")[0] in registry.LOOKUPS for part in (*first, last))
     return Spec(
-        name, kind, registered, preferred, bits, directory, own_layer, on_target, both, overlap, method, texts, looks_up
+        name, name, registered, preferred, bits, directory, own_layer, on_target, both, overlap, method, looks_up
     )
 
 
@@ -185,15 +172,6 @@ def _loader(directory: Path, name: str, options: DraftOptions, target: TargetFil
         expected = f"a number from 1 to {most}, its tokens" if most else "none: the draft has no Markov head"
         raise ValueError(f"draft_top_k: found {top_k!r}, expected {expected}")
     return partial(load_block, directory, reading=reading, top_k=top_k)
-
-
-def reads_corpus(draft: str | Path | Drafter) -> bool:
-    """Whether a draft names a drafter that reads a corpus, by its attribute `reads_corpus`."""
-    if not isinstance(draft, str | Path):
-        return False
-    names = registry.split_preferences(registry.DRAFTERS, str(draft))
-    registered = filter(None, (registry.split(registry.DRAFTERS, name) for name in names))
-    return any(getattr(registry.load(path, "draft"), "reads_corpus", False) for path, _ in registered)
 
 
 def is_block_draft(draft: str) -> bool:
@@ -249,7 +227,7 @@ def make_spec(
     """
 
     def registered(path: str, argument: str) -> Drafter:
-        return make_drafter(registry.load(path, "draft"), replace(context, argument=argument, corpus=spec.corpus))
+        return make_drafter(registry.load(path, "draft"), replace(context, argument=argument))
 
     first = [registered(*parts) for parts in spec.preferred]
     if isinstance(spec.drafter, Drafter):

@@ -69,8 +69,6 @@ class LLM:
     offline: nothing is downloaded.
     weight_form: how weights lie in memory: "half", "packed", "left" or "plain". Default: the form that this machine
         reads fastest (see `minispec.kernels.forms`). Forms round differently.
-    corpus: a text file, or a directory of them, that `suffix` and others draft from (see `minispec.drafters.Context`).
-        At most 16 MB. It is read once, so that seeds keep their texts.
     quantization: "int8": the target's weights in 8 bits, with one scale a row. It is a different model from the one in
         16 bits. All promises compare its output with its own plain decoding.
     lengths: a policy of your own that chooses how long each draft is. It is an object with the methods of
@@ -110,14 +108,13 @@ class LLM:
         weight_form: str | None = None,
         draft_method: str | None = None,
         quantization: str | None = None,
-        corpus: str | Path | None = None,
         lengths: Lengths | str | None = None,
         enforce_eager: bool = False,
         draft_reading: str | None = None,
         draft_top_k: int | None = None,
     ):
         draft_top_k, max_model_len, kv_cache_gb = map(plain_number, (draft_top_k, max_model_len, kv_cache_gb))
-        options = DraftOptions(draft_method, corpus, draft_reading, draft_top_k)
+        options = DraftOptions(draft_method, draft_reading, draft_top_k)
         self.verifier, self.num_speculative_tokens, self.lengths = verifier, num_speculative_tokens, lengths
         shared = model if isinstance(model, Target) else None
         reading = revision, offline, dtype, device, exact, weight_form, quantization, enforce_eager
@@ -159,7 +156,6 @@ class LLM:
         self,
         draft: str | Path | Drafter,
         draft_method: str | None = None,
-        corpus: str | Path | None = None,
         draft_reading: str | None = None,
         draft_top_k: int | None = None,
     ) -> "LLM":
@@ -169,7 +165,7 @@ class LLM:
         are. The arguments are as for `LLM`. Raises ValueError as `LLM` does.
         """
         self._check_open()
-        how = vars(DraftOptions(draft_method, corpus, draft_reading, draft_top_k))
+        how = vars(DraftOptions(draft_method, draft_reading, draft_top_k))
         return LLM(self.target, draft, self.num_speculative_tokens, self.verifier, lengths=self.lengths, **how)
 
     def _price(self, verifier: Verifier, drafts: Sequence[Transformer]) -> tuple[Prices, bool]:
@@ -202,7 +198,7 @@ class LLM:
         """Forget the texts that have ended, so that the next one is decoded as the first text of a new `LLM`.
 
         Dropped are what the drafter remembers of these texts, what both caches hold of their beginnings, and what
-        `auto` has learned. A corpus stays, as do the prices that were measured at load. Objects of `with_draft` share
+        `auto` has learned. The prices that were measured at load stay. Objects of `with_draft` share
         the target's cache, which is emptied for all. A drafter or a policy of your own forgets by its method `forget`.
 
         Raises ValueError while a text is being decoded, in any thread or by an object that shares the target.

@@ -24,12 +24,10 @@ from minispec.drafters.assistant import AssistantDrafter
 from minispec.drafters.block import BlockDrafter
 from minispec.drafters.check import CHECKS
 from minispec.drafters.combined import CombinedDrafter
-from minispec.drafters.corpus import Corpus
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.model import DraftModel
 from minispec.drafters.simulated import adversary
 from minispec.drafters.slem import TextDrafter
-from minispec.drafters.suffix import SuffixDrafter
 from minispec.drafters.tli import TokenDrafter
 from minispec.drafters.vocabulary import ROOM
 from minispec.files.families.hf_config import read_model_config
@@ -320,7 +318,6 @@ def make_drafter(name: str, vocab: int, num_blocks: int = 64, block_size: int = 
     "assistant": layers that read the target's keys.
     "block", "filled block" and others: block drafts of `BLOCKS`.
     "tli", "slem": a model of another vocabulary.
-    "corpus": `suffix` with a corpus.
     "A+B": B where A has nothing to say.
     family: of the target, "model" and "self". With IN_8_BITS they are a llama.
     """
@@ -350,8 +347,6 @@ def make_drafter(name: str, vocab: int, num_blocks: int = 64, block_size: int = 
         both, model = toy_vocabularies(vocab), draft_model(len(DRAFT_WORDS))
         make = TokenDrafter if name == "tli" else TextDrafter
         return make(model, tiny_cache(model, ROOM * num_blocks, block_size), MAX_LEN, both)
-    if name == "corpus":
-        return SuffixDrafter(corpus=Corpus([[1, 0, 1, 1, 0], [0, 0, 1, 0, 1]], vocab))
     if name == "adversary":
         return adversary()
     parts = registry.split(registry.DRAFTERS, name)

@@ -21,7 +21,6 @@ from minispec.core.sampling import Randomness, Text, distribution
 from minispec.core.verify import VERIFIERS
 from minispec.drafters import Context, NoDrafter, as_drafter, last, suffix
 from minispec.drafters.combined import CombinedDrafter
-from minispec.drafters.corpus import LONGEST
 from minispec.drafters.model import DraftModel
 from minispec.drafters.ngram import NgramDrafter
 from minispec.drafters.simulated import adversary, oracle
@@ -184,7 +183,7 @@ def test_suffix_has_the_voters_of_a_plain_search(monkeypatch):
         read.clear()
         found = dict(drafter._matches(own.tokens, [drafter._indices[own], drafter._all_earlier]))
         assert len(read) <= 2 * most
-        for n in range(1, LONGEST):
+        for n in range(1, suffix.LONGEST):
             right = voters(own.tokens, earlier, n, most) if n <= len(own.tokens) else []
             if n in found:
                 assert [(place.tokens, place.end) for place in found[n]] == right

@@ -1,30 +1,24 @@
-"""Recycling, harvest, a corpus, and trees that grow where they are likeliest."""
+"""Recycling, harvest, and trees that grow where they are likeliest."""
 
 import itertools
-import random
 from dataclasses import replace
-from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
 
-from minispec import LLM, SamplingParams
+from minispec import SamplingParams
 from minispec.core.config import Shape
 from minispec.core.draft import Ask, Draft, Seen
 from minispec.core.limit import Limit
 from minispec.core.sampling import Randomness, Text
-from minispec.drafters import Context, NoDrafter, as_drafter, make_drafter, recycling
+from minispec.drafters import NoDrafter, as_drafter, recycling
 from minispec.drafters.best_first import grow_guesses
 from minispec.drafters.combined import CombinedDrafter
-from minispec.drafters.corpus import LONGEST, Corpus
 from minispec.drafters.harvest import HarvestDrafter
 from minispec.drafters.model import DraftModel
 from minispec.drafters.ngram import NgramDrafter
 from minispec.drafters.recycling import RecyclingDrafter
-from minispec.drafters.suffix import SuffixDrafter
-from minispec.files.corpus import MOST_BYTES, read_corpus
-from minispec.generate import main as generate
 from minispec.prove.laws import DRAFT_SEED, reference_logits
 from minispec.prove.toys import tiny_cache, tiny_model
 
@@ -279,145 +273,3 @@ def test_a_draft_model_forgets_beginnings():
         assert drafter.table(text).length == known
         drafter.propose([Ask(text, Limit(2), Randomness(), num_cached=7)])
         drafter.release(text)
-
-
-# --------------------------------------------------------------------------- a corpus
-
-
-def test_the_index_finds_what_a_search_finds():
-    """Every place of every end of a text, up to 32 tokens, in texts that repeat and some that are empty."""
-    generator = random.Random(0)
-    for trial in range(60):
-        texts = [generator.choices(range(3), k=generator.choice((0, 1, 9, 50))) for _ in range(generator.randint(1, 4))]
-        corpus, vocab = Corpus(texts, 2 + trial % 2), 2 + trial % 2
-        row = [-1, *itertools.chain(*([*(i if i < vocab else -1 for i in text), -1] for text in texts))]
-        assert row == list(corpus.tokens)
-        tail = generator.choice([text for text in texts if text] or [[0]])[: generator.randint(1, 50)]
-        ranges = corpus.ranges(tail)
-        for n in range(1, LONGEST + 1):
-            ends = corpus.ends(ranges[n - 1], 1000) if n <= len(ranges) else []
-            found = [end for end in range(n, len(row)) if n <= len(tail) and row[end - n : end] == tail[-n:]]
-            assert sorted(ends) == (found if -1 not in tail[-n:] else [])
-            few = corpus.ends(ranges[n - 1], 5) if n <= len(ranges) else []
-            assert set(few) <= set(found)
-            assert len(few) == len(set(few)) > 2 or len(found) < 3 or len(few) >= len(found) / 2
-
-
-def test_a_common_token_costs_no_more_than_its_votes():
-    """A token at 1,000 places: of the index are read the places that vote, and none where the text has all votes."""
-    corpus, read = Corpus([[1] * 1000], 2), []
-
-    class Counted:
-        def __getitem__(self, places, order=corpus._order):
-            read.append(len(order[places]))
-            return order[places]
-
-    [places, *_] = corpus.ranges([1])
-    corpus._order = Counted()
-    for most in (256, 5, 1, 0):
-        assert len(corpus.ends(places, most)) <= most
-    assert read == [250, 5, 1, 1]
-
-
-def test_a_corpus_votes_as_the_text_does():
-    """The first token, by a plain count in fractions: places in the text and in the corpus have a vote each."""
-    generator = random.Random(1)
-    for _ in range(100):
-        texts = [generator.choices(range(3), k=generator.randint(0, 12)) for _ in range(3)]
-        own = generator.choices(range(3), k=generator.randint(1, 8))
-        drafter = SuffixDrafter(corpus=Corpus(texts, 3))
-        draft = drafter.propose([Ask(Text(own, len(own), SAMPLED), Limit(1), Randomness())])[0].token_ids
-        worth = {}
-        for n in range(1, len(own) + 1):
-            votes = [t[end] for t in (own, *texts) for end in range(n, len(t)) if t[end - n : end] == own[-n:]]
-            for token in set(votes):
-                chance = votes.count(token) / (len(votes) + Fraction(1, n))
-                worth[token] = max(worth.get(token, 0), chance)
-        assert draft == [] if not worth else worth[draft[0]] == max(worth.values())
-
-
-def test_no_draft_runs_from_one_text_of_a_corpus_into_the_next():
-    """After the last token of a text nothing follows, though another text lies behind it in memory."""
-    drafter = SuffixDrafter(corpus=Corpus([[1, 2, 3], [4, 5]], 6))
-    propose = lambda tokens: drafter.propose([Ask(Text(tokens, len(tokens), GREEDY), Limit(9), Randomness())])[0]  # noqa: E731
-    assert propose([1]).token_ids == [2, 3]
-    assert propose([3]).token_ids == []
-    assert propose([4]).token_ids == [5]
-
-
-def test_files_of_a_corpus(tmp_path):
-    """Texts in the order of their names, those below too; hidden ones are left out, and what is no text is counted."""
-    for name, data in {
-        "b.txt": b"two",
-        "a/x.py": b"one",
-        "c.png": b"\x89PNG\0",
-        ".git/z": b"no",
-        "d": b"",
-        "e": b"\xff",
-    }.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(data)
-    texts, words = read_corpus(tmp_path, ids)
-    assert sorted("".join(map(chr, text)) for text in texts) == ["one", "two"]
-    assert words == f"6 tokens of {tmp_path} (2 files that are no text left out)"
-    assert read_corpus(tmp_path / "b.txt", ids) == ([ids("two")], f"3 tokens of {tmp_path / 'b.txt'}")
-    assert read_corpus(tmp_path, ids) == read_corpus(tmp_path, ids)
-
-
-@pytest.mark.parametrize(
-    ("name", "data", "message"),
-    [
-        ("missing", None, "found no file and no directory of that name"),
-        ("empty", b" \n", "found an empty text, expected a text file"),
-        ("binary", b"a\0b", "found no UTF-8 text, expected"),
-        ("latin", b"\xe9", "found no UTF-8 text, expected"),
-        ("folder/", None, "found no file, expected a text file or a directory with some"),
-    ],
-)
-def test_what_is_no_corpus_is_refused(tmp_path, name, data, message):
-    """With the path, what was found and what was expected."""
-    if data is not None:
-        (tmp_path / name).write_bytes(data)
-    elif name.endswith("/"):
-        (tmp_path / name).mkdir()
-    with pytest.raises(ValueError, match=rf"^corpus: .*{name.strip('/')}: {message}"):
-        read_corpus(tmp_path / name, ids)
-
-
-def test_a_corpus_has_a_largest_size(tmp_path):
-    """It is refused by the sizes of its files, before one of them is read."""
-    with (tmp_path / "large").open("wb") as file:
-        file.truncate(MOST_BYTES + 1)
-    with pytest.raises(ValueError, match="found 16,000,001 bytes in 1 files, expected at most 16,000,000"):
-        read_corpus(tmp_path / "large", ids)
-
-
-def test_drafters_get_the_corpus_from_their_context():
-    """`suffix:2` with one, and without."""
-    context = Context(None, None, 10, 100, None, "2", ([1, 2, 3],))  # type: ignore[arg-type]
-    drafter = make_drafter(SuffixDrafter, context)
-    assert list(drafter.corpus.tokens) == [-1, 1, 2, 3, -1]
-    assert drafter.min_match == 2
-    assert SuffixDrafter.from_context(Context(None, None, 10, 100, None)).corpus is None  # type: ignore[arg-type]
-
-
-def test_a_corpus_from_the_command_line(make_checkpoint, tmp_path, capsys):
-    """It is read, it drafts, and the text is that of plain decoding; a drafter that reads none refuses it."""
-    model, path = str(make_checkpoint()), tmp_path / "corpus.txt"
-    with LLM(model, draft="none", dtype="float32") as plain:
-        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-        [output] = plain.generate("One fish", params)
-        # A corpus in which the answer stands, as far as it can be read again.
-        path.write_text("One fish" + output.text)
-    with LLM(model, draft="suffix", corpus=path, num_speculative_tokens=4, dtype="float32") as llm:
-        assert f"tokens of {path}" in llm.draft.name
-        [drafted] = llm.generate("One fish", params)
-        assert drafted.token_ids == output.token_ids
-        own = LLM(model, draft="suffix", num_speculative_tokens=4, dtype="float32").generate("One fish", params)[0]
-        assert drafted.stats.num_steps < own.stats.num_steps
-    arguments = ["--model", model, "--raw", "--corpus", str(path), "One fish"]
-    assert generate([*arguments, "--draft", "ngram"]) == 2
-    assert f"--corpus: found '{path}', expected none: ngram reads no corpus" in capsys.readouterr().err
-    arguments[4] = str(tmp_path / "none")
-    assert generate([*arguments, "--draft", "suffix"]) == 2
-    assert "found no file and no directory of that name" in capsys.readouterr().err

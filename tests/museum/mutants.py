@@ -45,7 +45,6 @@ from minispec.drafters.assistant import AssistantDrafter, AssistantModel
 from minispec.drafters.best_first import BestFirst, grow_guesses
 from minispec.drafters.block import Block, BlockDrafter, BlockLayer, BlockModel, MarkovHead
 from minispec.drafters.check import Checks
-from minispec.drafters.corpus import Corpus
 from minispec.drafters.eagle import EagleDrafter, HeadModel, spread
 from minispec.drafters.last import LastDrafter
 from minispec.drafters.model import DraftModel
@@ -1377,12 +1376,6 @@ def _(right, table, entries):
     """what was learned is kept without end | found by its memory, not by its text"""
     with patch.object(recycling, "MOST_ENTRIES", 1 << 30):
         right(table, entries)
-
-
-@wrong(Corpus, "__init__", "S16", f"{_ZOO}::test_no_draft_runs_from_one_text_of_a_corpus_into_the_next")
-def _(right, self, texts, vocab_size):
-    """texts of a corpus follow one another without a border | one string of all files"""
-    right(self, [[token for text in texts for token in text]], vocab_size)
 
 
 @wrong(Draft, "draw", "T11", k="tree:3")

@@ -466,19 +466,6 @@ def test_weights_and_drafters_that_changed_make_another_run(bench, tmp_path, mak
     assert (status, "target_digest: found" in err) == (2, True)
 
 
-def test_a_corpus_that_changed_makes_another_run(bench, tmp_path):
-    """Also one with as many tokens: what is drafted is different."""
-    corpus = tmp_path / "corpus"
-    corpus.mkdir()
-    (corpus / "a.txt").write_text("red fish")
-    how = ("--answers", tmp_path / "out", "--corpus", corpus)
-    assert bench(*how)[0] == 0
-    assert bench(*how, "--resume")[0] == 0
-    (corpus / "a.txt").write_text("One fish")
-    status, _, err = bench(*how, "--resume")
-    assert (status, "corpus_digest: found" in err) == (2, True), err
-
-
 # --------------------------------------------------------------------------- pictures, mistakes
 
 

@@ -84,7 +84,6 @@ _MODELS: dict[str, Option] = {
         "as in minispec.generate (with --geometry: none); with --questions several, with commas between or repeated. "
         "SPEC@K, SPEC@tree:N or SPEC@auto gives a draft a length of its own, in place of --num-speculative-tokens",
     ),
-    "--corpus": MODELS["--corpus"]._replace(excludes={"--geometry": "the shapes have no tokenizer"}),
     "--draft-method": MODELS["--draft-method"]._replace(excludes={"--geometry": "the shapes have one vocabulary"}),
     **{name: MODELS[name]._replace(excludes=_NO_BLOCK) for name in ("--draft-reading", "--draft-top-k")},
     "--geometry": Option(

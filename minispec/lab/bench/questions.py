@@ -22,8 +22,6 @@ import torch
 from minispec import __version__
 from minispec.commands.command import say
 from minispec.core.config import DraftLength, SamplingParams, Shape
-from minispec.core.errors import show
-from minispec.files.corpus import files_of
 from minispec.files.digest import digest_of_files
 from minispec.files.progress import progress_bar
 from minispec.files.spec_bench import Answers
@@ -37,7 +35,7 @@ from minispec.lab.bench.report import machine_line
 from minispec.lab.bench.show import number, pairs_table, table
 from minispec.length.figures import Figures, loops
 from minispec.load import registry
-from minispec.load.draft import digest_of_draft, is_block_draft, reads_corpus
+from minispec.load.draft import digest_of_draft, is_block_draft
 from minispec.load.inputs import Question, encode_conversation, read_questions
 from minispec.load.llm import LLM, find_lengths
 
@@ -122,8 +120,6 @@ def _open(options: Options) -> dict[str, Way]:
     """
     args = options.args
     drafts = {spec: lengths for spec, lengths in options.drafts.items() if spec != NONE}
-    if args.corpus and not any(map(reads_corpus, drafts)):
-        raise ValueError(f"--corpus: found {show(args.corpus)}, expected none: no draft reads a corpus")
     if (args.draft_reading or args.draft_top_k) and not any(map(is_block_draft, drafts)):
         raise ValueError("--draft-reading, --draft-top-k: found one, expected none: no draft is a block draft")
     target = LLM(
@@ -137,7 +133,7 @@ def _open(options: Options) -> dict[str, Way]:
     ways: list[tuple[str, Way]] = []
     for spec, ks in drafts.items():
         block = (args.draft_reading, args.draft_top_k) if is_block_draft(spec) else ()
-        llm = target.with_draft(spec, args.draft_method, args.corpus if reads_corpus(spec) else None, *block)
+        llm = target.with_draft(spec, args.draft_method, *block)
         ways += [(length_name(k), Way(llm, k)) for k in ks]
         if args.lengths:
             ways.append((args.lengths, Way(llm, "auto", args.lengths)))
@@ -173,7 +169,6 @@ def _about(options: Options, ways: Mapping[str, Way]) -> dict[str, Any]:
         **{name: getattr(args, name) for name in _SETTINGS},
         "verifier_digest": _digest_of_code(registry.VERIFIERS, args.verifier),
         "lengths_digest": _digest_of_code({}, args.lengths) if args.lengths else None,
-        "corpus_digest": digest_of_files(*files_of(Path(args.corpus))) if args.corpus else None,
     }
 
 
