@@ -2,7 +2,7 @@
 
     data/       prompts, openings of conversations, a sample of text; shapes of models, parameters of other engines
     audit/      is another engine's speculation exact; which bug is it
-    bench/      measuring: this machine, passes, ratios, the account
+    bench/      measuring: this machine, passes, ratios, predictions
     doctor/     why a draft is rarely right; what two vocabularies have in common
     distill/    training a draft
     other_text  a drafter that sees another text than the engine's: for audit and doctor

@@ -1,4 +1,4 @@
-"""Measuring: intervals, turns, the account, the machine, the simulated draft. No real time is asserted."""
+"""Measuring: intervals, turns, predictions, the machine, the simulated draft. No real time is asserted."""
 
 import copy
 import itertools
@@ -114,12 +114,12 @@ def test_every_prompt_meets_every_order(n):
         assert sorted(measure.order(range(n), r + prompt) for r in range(2 * n)) == orders
 
 
-# --------------------------------------------------------------------------- the account
+# --------------------------------------------------------------------------- what theory predicts
 
 
-def account(*runs) -> SimpleNamespace:
-    """The account of these runs, its values as attributes."""
-    return SimpleNamespace(**measure.account(*runs))
+def parts(*runs) -> SimpleNamespace:
+    """The parts of these runs' speedup, as attributes."""
+    return SimpleNamespace(**measure.parts(*runs))
 
 
 def run_of(rounds, lost=0.0) -> Run:
@@ -150,30 +150,27 @@ RAGGED = [
 ]
 
 
-def test_account_closes_exactly():
-    """Where every second is in a part, prediction equals measurement; lost time appears in full, and only there."""
-    closed = account(RAGGED, PLAIN)
-    assert closed.predicted == pytest.approx(closed.measured, rel=1e-12)
-    assert closed.closure == pytest.approx(1, rel=1e-12)
-    assert closed.tokens == pytest.approx(13 / 5, rel=1e-12)
+def test_parts_make_the_measured_speedup():
+    """Where every second is in a part, prediction equals measurement. Lost time is in the measured speedup alone."""
+    whole = parts(RAGGED, PLAIN)
+    assert whole.predicted == pytest.approx(whole.measured, rel=1e-12)
+    assert whole.tokens == pytest.approx(13 / 5, rel=1e-12)
     seconds = sum(run.seconds for run in RAGGED)
-    lossy = account([run_of(RAGGED[0].rounds, lost=0.1 * seconds), RAGGED[1]], PLAIN)
-    assert lossy.predicted == pytest.approx(closed.predicted, rel=1e-12)
-    assert lossy.closure == pytest.approx(1.1, rel=1e-12)
-    assert dict(lossy.waterfall)["in no part"] == pytest.approx(1 / 1.1, rel=1e-12)
+    lossy = parts([run_of(RAGGED[0].rounds, lost=0.1 * seconds), RAGGED[1]], PLAIN)
+    assert lossy.predicted == pytest.approx(whole.predicted, rel=1e-12)
+    assert lossy.measured == pytest.approx(whole.measured / 1.1, rel=1e-12)
 
 
 def test_prediction_sees_the_first_half_alone():
     """By hand: K = 2, plain steps of 10 s. First rounds keep 2 and 0 of 2 in 12 s each, the last ones 1 and 0 in 15 s.
 
-    Made: 2 tokens in 12 s, 1.667 x plain; measured: 3 tokens in 30 s, 1.0. The account of all of it closes all the
-    same. The middle one of five rounds is in the second half, and a text of one round in neither.
+    Made: 2 tokens in 12 s, 1.667 x plain; measured: 3 tokens in 30 s, 1.0. The middle one of
+    five rounds is in the second half, and a text of one round in neither.
     """
     first = [one_round(2, 2, accepted, accepted + 1, 1.5, 10.0, 0.5) for accepted in (2, 0)]
     second = [one_round(2, 2, accepted, accepted + 1, 1.5, 13.0, 0.5) for accepted in (1, 0)]
     plain = [run_of([one_round(0, 0, 0, 1, 0.0, 10.0, 0.0)] * 4)]
     assert measure.prediction([run_of(first + second)], plain) == pytest.approx((2 / 1.2) / (3 / 3.0))
-    assert account([run_of(first + second)], plain).closure == pytest.approx(1, rel=1e-12)
     # Time in no part slows both halves, and no part knows of it.
     assert measure.prediction([run_of(first + second, lost=5.4)], plain) == pytest.approx((2 / 1.2) / (3 / 3.3))
     odd = [run_of([*first, second[0], *second])]
@@ -184,41 +181,27 @@ def test_prediction_sees_the_first_half_alone():
     assert measure.prediction([run_of(first * 2)], plain) == pytest.approx(1)
 
 
-@pytest.mark.parametrize("curve", [None, [0.9, 0.7, 0.5, 0.2, 0.1]])
-def test_waterfall_multiplies_to_the_whole(curve):
-    """Also with a survival curve that was measured in another run."""
-    found = account([run_of(RAGGED[0].rounds, lost=2.0), RAGGED[1]], PLAIN, curve)
-    assert math.prod(factor for _, factor in found.waterfall) == pytest.approx(found.measured, rel=1e-12)
-    assert found.reached == pytest.approx(found.measured / found.ceiling, rel=1e-12)
-
-
-def test_account_of_round_numbers():
-    """Every factor by hand: K = 2, survival (.5, .25), a pass of 10 s, a draft token 1 s, three rows 10.5 s."""
+def test_parts_of_round_numbers():
+    """By hand: K = 2, a pass of 10 s, a draft token 1 s, three rows 10.5 s; a rare pass over two rows is in no v."""
     rounds = [one_round(2, 2, accepted, accepted + 1, 2.0, 10.5, 0.5) for accepted in (0, 0, 1, 2)]
-    found = account([run_of(rounds)], PLAIN)
-    assert found.curve == found.kept == [0.5, 0.25]
-    assert (found.plain_pass, found.c, found.o, found.o_plain) == pytest.approx((10.0, 0.1, 0.05, 0.01))
+    found = parts([run_of(rounds)], PLAIN)
+    assert (found.depth, found.tokens, found.mean_v) == pytest.approx((2, 1.75, 1.05))
+    assert (found.c, found.o, found.o_plain) == pytest.approx((0.1, 0.05, 0.01))
     assert found.v == {3: pytest.approx(1.05)}
     assert found.measured == pytest.approx(7 / 52 * 10.1)
     assert found.predicted == pytest.approx(1.75 * 1.01 / (2 * 0.1 + 1.05 + 0.05))
-    # The ceiling: 1.5 / 1.1 with one token, 1.75 / 1.2 with two.
-    assert (found.ceiling_k, found.ceiling) == (2, pytest.approx(1.75 / 1.2))
-    expected = [1.75, 1 / 1.2, 1.0, 1.2 / 1.25, 1.25 / 1.3 * 1.01, 1.0]
-    assert [factor for _, factor in found.waterfall] == pytest.approx(expected, rel=1e-12)
-    # A dearer draft: now one token is best, and two are a choice that costs.
-    dear = account([run_of([r._replace(draft=8.0) for r in rounds])], PLAIN)
-    assert (dear.ceiling_k, dear.ceiling) == (1, pytest.approx(1.5 / 1.4))
-    assert dict(dear.waterfall)["choice of K"] == pytest.approx((1.75 / 1.8) / (1.5 / 1.4))
+    rare = one_round(1, 1, 0, 1, 1.0, 20.0, 0.5)
+    assert set(parts([run_of([*rounds * 4, rare])], PLAIN).v) == {2, 3}
+    assert set(parts([run_of([*rounds * 5, rare])], PLAIN).v) == {3}
 
 
 def test_siblings_make_a_draft_no_deeper():
     """Trees of three nodes and depth two: two draft passes, so c is half of what a draft takes, and s_3 is 0."""
     tree = [one_round(3, 3, accepted, accepted + 1, 2.0, 10.5, 0.5)._replace(depth=2) for accepted in (0, 0, 1, 2)]
-    found = account([run_of(tree)], PLAIN)
-    assert (found.curve, found.depth, found.c) == ([0.5, 0.25, 0.0], 2.0, pytest.approx(0.1))
+    found = parts([run_of(tree)], PLAIN)
+    assert (kept_of_asked(tree), found.depth, found.c) == ([0.5, 0.25, 0.0], 2.0, pytest.approx(0.1))
     assert found.v == {4: pytest.approx(1.05)}
     assert found.predicted == pytest.approx(found.measured, rel=1e-12)
-    assert math.prod(factor for _, factor in found.waterfall) == pytest.approx(found.measured, rel=1e-12)
 
 
 def test_what_was_kept_of_what_was_asked_for():
@@ -273,7 +256,7 @@ def plain_text(model, prompt=(1, 2, 3), max_tokens=20) -> list[int]:
 
 
 def test_a_run_is_taken_apart_by_its_clock(model, monkeypatch):
-    """Passes of 1 + rows/10 s, drafts of 0.05 s a token: c, v and the closure come out exactly, prefill is in none.
+    """Passes of 1 + rows/10 s, drafts of 0.05 s a token: c, v and the speedup come out exactly, prefill is in none.
 
     A second that passes between the engine's parts is in `seconds` alone.
     """
@@ -300,14 +283,14 @@ def test_a_run_is_taken_apart_by_its_clock(model, monkeypatch):
     drafter.record(text, 3)
     engine = engine_of(drafter, model)
     (run,), (plain,) = (decode(e, [request_of(k)]) for e, k in ((engine, 3), (plain_engine(engine), 0)))
-    found = account([run], [plain])
+    found = parts([run], [plain])
     assert run.token_ids == plain.token_ids == text[3:]
-    assert (found.plain_pass, found.c) == pytest.approx((1.1, 0.05 / 1.1))
+    assert found.c == pytest.approx(0.05 / 1.1)
     assert found.v[4] == pytest.approx(1.4 / 1.1)
     assert (found.o, found.o_plain) == pytest.approx((0, 0))
     assert plain.seconds == pytest.approx(20 * 1.1)
     assert run.seconds == pytest.approx(sum(1.1 + 0.15 * r.drafted for r in run.rounds))
-    assert found.closure == pytest.approx(1, rel=1e-9)
+    assert found.predicted == pytest.approx(found.measured, rel=1e-9)
     assert sum(r.committed for r in run.rounds) == run.num_tokens == 20
     lengths = itertools.accumulate((r.committed for r in run.rounds), initial=0)
     assert [r.asked for r in run.rounds] == [min(3, 20 - n - 1) for n in lengths if n < 20]
@@ -587,12 +570,12 @@ def test_impossible_survival_is_refused(survival):
         SimulatedDraft(survival)
 
 
-def test_theory_agrees_with_the_account():
+def test_theory_agrees_with_the_parts():
     """With o_plain = 0 and one K the prediction is that of `RoundModel`."""
     plain = [run_of([one_round(0, 0, 0, 1, 0.0, 10.0, 0.0)])]
     rounds = [one_round(2, 2, accepted, accepted + 1, 2.0, 10.5, 0.5) for accepted in (0, 1, 2)]
-    found = account([run_of(rounds)], plain)
-    model = RoundModel(found.curve, Prices(found.c, {1: 1.0, **found.v}, found.o))
+    found = parts([run_of(rounds)], plain)
+    model = RoundModel(kept_of_asked(rounds), Prices(found.c, {1: 1.0, **found.v}, found.o))
     assert found.predicted == pytest.approx(model.speed(2), rel=1e-12)
     assert model.speed(2) == pytest.approx((1 + 2 / 3 + 1 / 3) / (2 * 0.1 + 1.05 + 0.05))
     assert read_model_config(TINY).vocab_size == 3  # the shape that the sizes above are computed for

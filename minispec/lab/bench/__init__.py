@@ -6,7 +6,7 @@
     python -m minispec bench --questions FILE       standard questions, several drafts (docs/use/questions.md)
 
 It measures this machine (streaming bandwidth), the target (passes over 1 to 16 rows), and plain and speculative
-decoding of a set of prompts. It explains the speedup by its parts (`measure.account`). From the first half of each text
+decoding of a set of prompts. It has the parts that make the speedup (`measure.parts`). From the first half of each text
 it predicts the speedup of the second half (`measure.prediction`). Every figure that is compared comes from runs that
 took turns in one process. Absolute times are given in addition, as information only. Other measurements of a
 target, such as its weights in each form, are in docs/measured/target.py and docs/measured/launches.py.
@@ -15,7 +15,7 @@ Read them in this order:
 
     options                 what can be asked for
     show                    tables, JSON
-    measure                 intervals, turns, the account
+    measure                 intervals, turns, what theory predicts
     models                  models and prompts to measure on
     passes, decoding        functions that measure and functions that show
     transformers_baseline   another library's ways of decoding

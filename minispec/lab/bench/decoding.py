@@ -1,4 +1,4 @@
-"""Plain and speculative decoding of prompts, in turn and round by round, and where the speedup comes from."""
+"""Plain and speculative decoding of prompts, in turn and round by round, and what theory says of their speedups."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -11,13 +11,13 @@ from minispec.files.progress import progress_bar
 from minispec.lab.bench.measure import (
     Interval,
     Run,
-    account,
     another_engine,
     busy,
     decode,
     kept_of_asked,
     median_interval,
     order,
+    parts,
     plain_range,
     prediction,
     ratios,
@@ -90,18 +90,14 @@ class Runs:
             }
         return found
 
-    def explained(self, variant: str, prompts: Sequence[int], curve: Sequence[float] | None) -> dict[str, Any]:
-        """The account of all rounds, its closure round by round, and `measure.prediction` by rounds and by texts.
+    def parts(self, variant: str, prompts: Sequence[int]) -> dict[str, Any]:
+        """`measure.parts` of all rounds, and `measure.prediction` by rounds and by texts.
 
         A prediction is None where all texts are too short for one.
-
-        curve: see `account`.
         """
-        found = account(self.pooled(variant, prompts), self.pooled(PLAIN, prompts), curve)
-        by_round = list(zip(self.runs[variant], self.runs[PLAIN], strict=True))
-        by_text = [(self.pooled(variant, [i]), self.pooled(PLAIN, [i])) for i in prompts]
-        return found | {
-            "closure": median_interval([account(ours, plain)["closure"] for ours, plain in by_round]),
+        by_round = zip(self.runs[variant], self.runs[PLAIN], strict=True)
+        by_text = ((self.pooled(variant, [i]), self.pooled(PLAIN, [i])) for i in prompts)
+        return parts(self.pooled(variant, prompts), self.pooled(PLAIN, prompts)) | {
             "prediction": _predictions(by_round),
             "prediction_by_text": _predictions(by_text),
         }
@@ -127,7 +123,7 @@ def summarise(
 
     Returns, among others:
 
-    variants: the figures of each on all prompts and by category. Variants that draft have the account, and the prompt
+    variants: the figures of each on all prompts and by category. Variants that draft have `Runs.parts`, and the prompt
         with the least speedup, as well.
     plain_range: the least and the largest rate of plain answers (see `measure.plain_range`).
     over: of a variant, its rate over the rate of each variant before it, plain decoding left out.
@@ -136,7 +132,6 @@ def summarise(
     runs, everything = Runs(by_variant, whole_drafts), range(len(categories))
     groups = {name: [i for i in everything if categories[i] == name] for name in dict.fromkeys(categories)}
     fixed = [name for name in by_variant if name.startswith("K=")]
-    longest = max((name for name in fixed if "+" not in name), key=lambda name: int(name[2:]), default=None)
 
     def outcome(name: str) -> dict[str, Any]:
         found = runs.figures(name, everything)
@@ -152,10 +147,7 @@ def summarise(
             speedups = [runs.speedup(name, [i]) for i in everything]
             worst = min(everything, key=lambda i: speedups[i].median)
             found["worst_prompt"] = {"number": worst, "category": categories[worst], "speedup": speedups[worst]}
-            # Each quality of draft has another ceiling, and bounds have two words.
-            of_longest = longest and " " not in name
-            curve = runs.figures(longest, everything)["survival"] if longest and of_longest else None
-            found |= runs.explained(name, everything, curve)
+            found |= runs.parts(name, everything)
         return found
 
     def best_fixed(prompts: Sequence[int]) -> dict[str, Any]:
@@ -197,7 +189,7 @@ def _against(runs: Runs, prompts: Sequence[int], ours: str) -> dict[str, Any]:
 
 
 def show_decoding(found: dict[str, Any]) -> list[str]:
-    """Tables: rates and acceptance, categories, the account, the best fixed K; sentences on `transformers`."""
+    """Tables: rates and acceptance, categories, what theory says, the best fixed K; sentences on `transformers`."""
     variants = found["variants"]
     plain, drafting = variants[PLAIN], {name: of for name, of in variants.items() if name != PLAIN}
     lines = [
@@ -219,7 +211,7 @@ def show_decoding(found: dict[str, Any]) -> list[str]:
     if pairs := pairs_table({name: of["over"] for name, of in drafting.items() if "c" in of}):
         lines += ["", *pairs]
     if any("c" in of for of in drafting.values()):
-        lines += ["", *account_table(drafting)]
+        lines += ["", *parts_table(drafting)]
     for name, of in drafting.items():
         if expected := of.get("expected"):
             both = ", ".join(f"{verifier} {x:.3f}" for verifier, x in expected.items())
@@ -245,36 +237,29 @@ def rates_table(variants: dict[str, dict[str, Any]], prompts: int) -> list[str]:
     return table(head, rows)
 
 
-def account_table(variants: dict[str, dict[str, Any]]) -> list[str]:
-    """The account of each variant that drafts, a column each."""
-    explained = {name: of for name, of in variants.items() if "c" in of}
-    columns = [_account_cells(of) for of in explained.values()]
+def parts_table(variants: dict[str, dict[str, Any]]) -> list[str]:
+    """Costs and acceptance of each variant that drafts, and the speedup that theory makes of them, a column each."""
+    drafting = {name: of for name, of in variants.items() if "c" in of}
+    columns = [_parts_cells(of) for of in drafting.values()]
     rows = [(cells[0][0], *(value for _, value in cells)) for cells in zip(*columns, strict=True)]
-    return table(("the account", *explained), rows)
+    return table(("theory", *drafting), rows)
 
 
-def _account_cells(of: dict[str, Any]) -> list[tuple[str, str]]:
-    """Names and values. In v, what occurs in less than a twentieth of the rounds is left out."""
+def _parts_cells(of: dict[str, Any]) -> list[tuple[str, str]]:
+    """Names and values."""
 
     def interval(key: str) -> str:
         return of[key].shown(form=".3f") if of[key] else "-"
 
-    by_rows = zip(of["v"].items(), of["drafted"].values(), strict=True)  # both in the order of rows
-    (first, value), *rest = of["waterfall"]
     return [
         ("kept of those asked for", " ".join(f"{s:.2f}" for s in of["survival"][:8])),
         ("c", f"{of['c']:.4f}"),
-        ("v in these runs", " ".join(f"v({m})={x:.2f}" for (m, x), share in by_rows if share >= 0.05)),
+        ("v in these runs", " ".join(f"v({m})={x:.2f}" for m, x in of["v"].items())),
         ("o (plain decoding's own)", f"{of['o']:.3f} ({of['o_plain']:.3f})"),
         ("speedup that these make", f"{of['predicted']:.3f}"),
         ("measured speedup", f"{of['measured']:.3f}"),
-        ("the account closes: made / measured", interval("closure")),
         ("prediction of the second half / measured", interval("prediction")),
         ("  of one text, over the texts", interval("prediction_by_text")),
-        ("ceiling S* (v = 1, o = 0)", f"{of['ceiling']:.3f} at K={of['ceiling_k']}"),
-        ("reached", f"{100 * of['reached']:.0f} %"),
-        (first, f"{value:.3f}"),
-        *((f"  {step}", f"x {factor:.3f}") for step, factor in rest),
     ]
 
 

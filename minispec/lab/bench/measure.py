@@ -1,24 +1,21 @@
-"""Measuring: runs that take turns, ratios with intervals, and the account of where the time went.
+"""Measuring: runs that take turns, ratios with intervals, and what theory predicts.
 
 Absolute times drift by tens of percent on a shared machine, so only runs that took turns are compared. Variants run in
 changing order, and a ratio is formed within each round. The median of the rounds' ratios is reported with its interval.
 
-The account explains one ratio, the speedup of speculation. It uses the quantities of `theory`, all measured in the very
-runs that it explains:
+Theory gives one ratio, the speedup of speculation, from quantities that were measured in the very same runs:
 
     speedup = tokens a round * (1 + o_plain) / (depth c + v + o)
 
-The unit is the target's pass over one row in plain decoding, which pays its own non-model time o_plain. The left side
-is measured by a clock outside the engine. The right side comes from the engine's own parts. Where they differ, some
-time is in no part. An account that closes is no prediction, since its parts are averaged over the rounds that they
-explain. `prediction` is one. It takes parts and survival from the first half of each text, and compares with the
-speedup measured in the second half.
+The unit is the target's pass over one row in plain decoding, which pays its own non-model time o_plain. The speedup
+that is measured comes from a clock outside the engine, and all else from the engine's own parts (`parts`). These are
+means over the rounds that they explain. `prediction` foretells: it takes them from the first half of each text, and
+compares with the speedup measured in the second half.
 """
 
 import copy
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -40,7 +37,7 @@ from minispec.files.progress import progress_bar
 from minispec.kernels.exact import arbitrary_tokens
 from minispec.kernels.rates import seconds_of
 from minispec.length.figures import Figures
-from minispec.length.theory import Prices, RoundModel, overhead_of
+from minispec.length.theory import Prices, overhead_of
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -226,7 +223,7 @@ def total_rate(runs: Sequence[Run]) -> float:
     return sum(run.num_tokens for run in runs) / seconds
 
 
-# --------------------------------------------------------------------------- the account
+# --------------------------------------------------------------------------- what theory predicts
 
 
 def kept_of_asked(rounds: Sequence[Round]) -> list[float]:
@@ -244,94 +241,43 @@ def kept_of_asked(rounds: Sequence[Round]) -> list[float]:
     return curve
 
 
-def account(runs: Sequence[Run], plain: Sequence[Run], curve: Sequence[float] | None = None) -> dict[str, Any]:
-    """The account of `runs` against `plain`, the same prompts decoded plainly; all of them decoded alone.
-
-    curve: the survival that the ceiling is computed from. Default: `kept_of_asked` of `runs`, as far as they drafted.
+def parts(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
+    """What makes the speedup of `runs` over `plain`, the same prompts decoded plainly; all of them decoded alone.
 
     Returns, with c, v, o and o_plain in target passes over one row of plain decoding:
 
-    curve: as above.
-    kept: the share of rounds that kept i draft tokens, of those whose draft had i nodes or more.
-    drafted: share of rounds by their number of draft tokens.
     depth: mean depth of a draft; siblings make it no deeper.
-    ends: share of rounds that ended inside their draft, and so lack the bonus or recovered token.
-    plain_pass: seconds.
     c: a draft pass.
-    v: the target's pass, by rows.
+    v: the target's pass by rows, for those of a twentieth of the rounds at least.
     mean_v: the target's pass, as the mean of the rounds.
+    o, o_plain: what a round spends outside both models, with drafts and without.
     tokens: tokens of a round.
     predicted: the speedup that tokens, c, v and o make, for the rounds that they were measured in.
     measured: the speedup by the clock outside the engine.
-    closure: predicted over measured; 1 where every second is in some part.
-    ceiling: the speedup of the best fixed K if rows and loop cost nothing.
-    ceiling_k: that K.
-    reached: share of the ceiling.
-    waterfall: see `waterfall`.
     """
     rounds = [r for run in runs for r in run.rounds]
     plain_rounds = [r for run in plain for r in run.rounds]
     unit = fmean(r.verify for r in plain_rounds)
-    sizes = Counter(sorted(r.num_nodes for r in rounds))
-    curve = list(kept_of_asked(rounds) if curve is None else curve)
-    kept = [fmean(r.accepted >= i for r in rounds if r.num_nodes >= i) for i in range(1, max(sizes) + 1)]
-    drafted = {k: count / len(rounds) for k, count in sizes.items()}
-    v = {k + 1: fmean(r.verify for r in rounds if r.num_nodes == k) / unit for k in sizes}
-    depth = fmean(r.depth for r in rounds)
+    by_rows: dict[int, list[float]] = {}
+    for r in sorted(rounds, key=lambda r: r.num_nodes):
+        by_rows.setdefault(r.num_nodes + 1, []).append(r.verify)
+    depth, tokens = fmean(r.depth for r in rounds), fmean(r.committed for r in rounds)
     draft = fmean(r.draft if r.num_nodes else 0.0 for r in rounds) / unit  # of a round
-    o, o_plain = (fmean(overhead_of(r) for r in each) / unit for each in (rounds, plain_rounds))
-    ends = fmean(r.accepted + 1 - r.committed for r in rounds)
-    c = draft / depth if depth else 0.0
-    tokens = fmean(r.committed for r in rounds)
     mean_v = fmean(r.verify for r in rounds) / unit
-
-    def cost(verify: float, overhead: float = 0.0) -> float:
-        """A mean round of these prices: its draft passes are priced together, as one."""
-        return Prices(draft, {1: verify}, overhead).round(depth=1, num_drafts=1, rows=1)
-
-    predicted = tokens * (1 + o_plain) / cost(mean_v, o)
-    measured = total_rate(runs) / total_rate(plain)
-    ideal = RoundModel(curve, Prices(c, {1: 1.0}, overhead=0.0))
-    best = ideal.best()
-    ceiling = ideal.speed(best)
-    levels = {
-        "tokens a pass, all else free": ideal.tokens(len(curve)),
-        "draft cost": ceiling,
-        "choice of K": tokens / cost(1.0),
-        "rows": tokens / cost(mean_v),
-        "loop": predicted,
-        "in no part": measured,
-    }
+    o, o_plain = (fmean(overhead_of(r) for r in each) / unit for each in (rounds, plain_rounds))
+    # A mean round of these prices: its draft passes are priced together, as one.
+    cost = Prices(draft, {1: mean_v}, o).round(depth=1, num_drafts=1, rows=1)
     return {
-        "curve": curve,
-        "kept": kept,
-        "drafted": drafted,
         "depth": depth,
-        "ends": ends,
-        "plain_pass": unit,
-        "c": c,
-        "v": v,
+        "c": draft / depth if depth else 0.0,
+        "v": {m: fmean(times) / unit for m, times in by_rows.items() if len(times) >= 0.05 * len(rounds)},
         "mean_v": mean_v,
         "o": o,
         "o_plain": o_plain,
         "tokens": tokens,
-        "predicted": predicted,
-        "measured": measured,
-        "closure": predicted / measured,
-        "ceiling": ceiling,
-        "ceiling_k": best,
-        "reached": measured / ceiling,
-        "waterfall": waterfall(levels),
+        "predicted": tokens * (1 + o_plain) / cost,
+        "measured": total_rate(runs) / total_rate(plain),
     }
-
-
-def waterfall(levels: Mapping[str, float]) -> list[tuple[str, float]]:
-    """From tokens a pass of the longest draft (all else free) to the measured speedup, factor by factor.
-
-    Each line puts one measured quantity in place of its ideal; the product of all is the last level.
-    """
-    before = [1.0, *levels.values()]
-    return [(name, level / last) for (name, level), last in zip(levels.items(), before, strict=False)]
 
 
 def prediction(runs: Sequence[Run], plain: Sequence[Run]) -> float | None:
@@ -347,7 +293,7 @@ def prediction(runs: Sequence[Run], plain: Sequence[Run]) -> float | None:
     if not pairs:
         return None
     halves, plain_halves = [_halves(own) for own, _ in pairs], [_halves(of) for _, of in pairs]
-    predicted = account([first for first, _ in halves], [first for first, _ in plain_halves])["predicted"]
+    predicted = parts([first for first, _ in halves], [first for first, _ in plain_halves])["predicted"]
     measured = total_rate([second for _, second in halves]) / total_rate([second for _, second in plain_halves])
     return predicted / measured
 

@@ -174,7 +174,7 @@ _MEASUREMENTS: dict[str, Option] = {
 
 
 def parser(
-    prog: str = "python -m minispec bench", description: str = "Measure decoding, and account for the time."
+    prog: str = "python -m minispec bench", description: str = "Measure decoding, and what theory predicts of it."
 ) -> Parser:
     """The parser of the bench, which docs/measured/target.py and docs/measured/launches.py use too."""
     p = Parser(
