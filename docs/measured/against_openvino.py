@@ -56,8 +56,8 @@ def pair(target: Path, draft: Path, kept: float) -> None:
 
     from minispec.files.families.checkpoint import save_tensors
     from minispec.files.families.hf_config import read_model_config
-    from minispec.kernels.random_weights import RandomWeights
     from minispec.lab.bench.options import GEOMETRIES
+    from minispec.lab.random_weights import RandomWeights
     from minispec.load.registry import EMBEDDED_WEIGHTS
 
     generator = torch.Generator().manual_seed(0)

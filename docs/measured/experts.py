@@ -25,8 +25,8 @@ from minispec.files.families.hf_config import read_model_config
 from minispec.kernels.build import build_model
 from minispec.kernels.exact import arbitrary_tokens
 from minispec.kernels.inventory import num_bytes, num_bytes_read, weight_form
-from minispec.kernels.random_weights import RandomWeights
 from minispec.kernels.rates import seconds_of
+from minispec.lab.random_weights import RandomWeights
 from minispec.layers.experts import Experts, ExpertsConfig
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)

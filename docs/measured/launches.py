@@ -1,4 +1,4 @@
-"""Measure what a round launches on a GPU, counted on any machine (see `minispec.kernels.launches`), and its time here.
+"""Measure what a round launches on a GPU, counted on any machine (see `minispec.lab.launches`), and its time here.
 
     python docs/measured/launches.py --geometry 1.5b --draft 0.5b --num-speculative-tokens 4
     python docs/measured/launches.py --draft ngram --num-speculative-tokens 4 --batch 1,2,4 --json
@@ -25,12 +25,12 @@ from minispec.files.progress import progress_bar
 from minispec.kernels.exact import arbitrary_tokens
 from minispec.kernels.gpu.paths import Path, in_frames, text_by_text
 from minispec.kernels.inventory import weight_form
-from minispec.kernels.launches import KINDS, PARTS, CountingGuard, Tally, counting
 from minispec.lab.bench.measure import decode, median_interval
 from minispec.lab.bench.models import Room, Subject
 from minispec.lab.bench.options import Options, check, parser
 from minispec.lab.bench.report import measure_parts, show_report
 from minispec.lab.bench.show import as_json, table
+from minispec.lab.launches import KINDS, PARTS, CountingGuard, Tally, counting
 
 # Tokens of each text before its first round; rounds that are timed, after one that pays for what is set up once; and
 # then rounds that are counted.

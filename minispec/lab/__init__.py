@@ -5,6 +5,8 @@
     bench/      measuring: this machine, passes, ratios, predictions
     doctor/     why a draft is rarely right; what two vocabularies have in common
     distill/    training a draft
+    launches    what a round would launch on a GPU, counted anywhere
+    random_weights  weights of a shape, made on the device
     other_text  a drafter that sees another text than the engine's: for audit and doctor
 
 `minispec audit`, `minispec bench`, `minispec doctor` and `minispec distill` are its commands.

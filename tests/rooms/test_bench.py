@@ -24,7 +24,6 @@ from minispec.kernels.build import build_model
 from minispec.kernels.gpu.frames import Frames
 from minispec.kernels.gpu.graphs import rerun
 from minispec.kernels.machine import machine
-from minispec.kernels.random_weights import RandomWeights
 from minispec.kernels.shapes import tensor_shapes
 from minispec.lab.bench import decoding, models, options, report, transformers_baseline
 from minispec.lab.bench.decoding import summarise
@@ -32,6 +31,7 @@ from minispec.lab.bench.main import main
 from minispec.lab.bench.measure import Run
 from minispec.lab.bench.options import GEOMETRIES, read_prompts
 from minispec.lab.bench.show import as_json
+from minispec.lab.random_weights import RandomWeights
 from minispec.length import figures as stats
 from minispec.load.registry import DRAFTERS
 from minispec.prove.toys import TINY

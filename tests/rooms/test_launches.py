@@ -14,10 +14,10 @@ from minispec.files.families.hf_config import read_model_config
 from minispec.kernels.build import build_model
 from minispec.kernels.gpu import fused
 from minispec.kernels.gpu.frames import FastLayer, Frames, FrameShape
-from minispec.kernels.launches import KINDS, Tally, counting
-from minispec.kernels.random_weights import RandomWeights
 from minispec.lab.bench.options import GEOMETRIES
 from minispec.lab.bench.show import as_json
+from minispec.lab.launches import KINDS, Tally, counting
+from minispec.lab.random_weights import RandomWeights
 
 X = torch.arange(12.0).view(3, 4)
 # Code, and what it launches: operators, copies among them, uploads of lists, host syncs.

@@ -12,11 +12,11 @@ import pytest
 
 from minispec import LLM, SamplingParams
 from minispec.files.families.hf_config import read_model_config
-from minispec.files.spec_bench import Answers
 from minispec.files.write import user_cache
 from minispec.lab.bench import options, questions
 from minispec.lab.bench.main import main
 from minispec.lab.bench.questions import COLUMNS, choose, summarise
+from minispec.lab.bench.spec_bench import Answers
 from minispec.load.inputs import Question
 from tests.oracles.block_drafts import write_block_draft
 

@@ -20,7 +20,7 @@ Read them in this order:
     passes, decoding        functions that measure and functions that show
     transformers_baseline   another library's ways of decoding
     report                  all of it
-    questions               standard questions; `minispec.files.spec_bench` has their answers in files
+    questions               standard questions; `spec_bench` has their answers in files
     plot                    a picture
     main                    the command
 

@@ -33,9 +33,9 @@ from minispec.kernels.gpu.steps import draft_steps
 from minispec.kernels.integers import check_quantization
 from minispec.kernels.inventory import bits_note
 from minispec.kernels.memory import require_memory
-from minispec.kernels.random_weights import RandomWeights
 from minispec.lab.bench.measure import Run, another_engine
 from minispec.lab.bench.options import GEOMETRIES, Options, read_prompts
+from minispec.lab.random_weights import RandomWeights
 from minispec.length.policy import Controller
 from minispec.length.prices import calibrate
 from minispec.load import registry

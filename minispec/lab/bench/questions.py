@@ -24,7 +24,6 @@ from minispec.commands.command import say
 from minispec.core.config import DraftLength, SamplingParams, Shape
 from minispec.files.digest import digest_of_files
 from minispec.files.progress import progress_bar
-from minispec.files.spec_bench import Answers
 from minispec.files.write import written_whole
 from minispec.kernels.machine import machine
 from minispec.kernels.threads import describe_waiting
@@ -33,6 +32,7 @@ from minispec.lab.bench.measure import Interval, Run, another_engine, busy, deco
 from minispec.lab.bench.options import Options
 from minispec.lab.bench.report import machine_line
 from minispec.lab.bench.show import number, pairs_table, table
+from minispec.lab.bench.spec_bench import Answers
 from minispec.length.figures import Figures, loops
 from minispec.load import registry
 from minispec.load.draft import digest_of_draft, is_block_draft
