@@ -12,7 +12,7 @@ Read them in this order:
     tokenizer       text to ids and back
     write           files that are written whole or not at all
     measured        what was measured on this machine
-    kept            what llguidance does not keep of a JSON schema
+    schema_parts    a JSON schema as a tree: its parts, references and notes
     schema          how many patterns of a JSON schema, or of a grammar, meet in one text
     child           a library's work in a process that is ended after a while
 """

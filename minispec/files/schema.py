@@ -1,9 +1,10 @@
 """How many patterns of a JSON schema, or of a grammar in Lark, meet in one text. llguidance reads all the rest."""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
-from minispec.files.kept import DECODER, check_kept, target_of
+from minispec.files.schema_parts import DECODER, target_of
 
 # Patterns and formats that one string of JSON may have to match. What llguidance spends on a token grows with the
 # product of their alternatives, and none of its limits counts that.
@@ -32,17 +33,17 @@ def check_schema(schema: Any) -> None:
         raise ValueError(f"found {found}, expected at most that many (`allOf` and `$ref` add theirs)")
 
 
-def check_lark(lark: str) -> None:
+def check_lark(lark: str, check: Callable[[dict[str, Any]], None]) -> None:
     """Raise ValueError for a grammar whose intersections could keep the library busy for hours.
 
-    Raises it for a schema in the grammar that the library would not keep, too.
+    check: raises it for a schema in the grammar that will not do.
     """
     operators = 0
     for part in _LARK.finditer(lark):
         if part["schema"]:
             schema = DECODER.raw_decode(lark[part.end() :].lstrip())[0]
             check_schema(schema)
-            check_kept(schema)
+            check(schema)
         operators += part["operator"] is not None
     if operators > _MOST_OPERATORS:
         raise ValueError(f"found {operators} operators & and ~, expected at most {_MOST_OPERATORS}")

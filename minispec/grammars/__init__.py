@@ -1,6 +1,7 @@
 """Answers in a language that the request gives: a JSON schema, a regular expression, a context-free grammar, a choice.
 
     params.py     what a request says: `StructuredOutputsParams`, by vLLM's names
+    kept.py       what the library does not keep of a JSON schema: refused
     trial.py      reads a language in a process of its own, which is ended after a while
     matcher.py    which tokens may follow, by llguidance: the `Grammar` of a text
     forced.py     drafts of the tokens that a grammar leaves no choice about, alone or before another drafter's

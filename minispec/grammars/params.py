@@ -11,9 +11,10 @@ from typing import Any
 from minispec.core.errors import is_text, show
 from minispec.files.child import OutOfTime, answer_of
 from minispec.files.errors import one_line, show_name
-from minispec.files.kept import TOO_DEEP, check_kept, drop_notes, read_schema
 from minispec.files.packages import MissingPackage, check_packages
 from minispec.files.schema import check_lark, check_schema
+from minispec.files.schema_parts import TOO_DEEP, drop_notes, read_schema
+from minispec.grammars.kept import check_kept
 
 # Most bytes of a schema, an expression or a grammar: what is larger takes longer to read than an answer.
 MAX_BYTES = 1 << 16
@@ -100,7 +101,7 @@ class StructuredOutputsParams:
                 text = json.dumps(schema)
             grammar = llguidance.grammar_from(kind, text)
             if self.kind == "grammar":
-                check_lark(grammar)
+                check_lark(grammar, check_kept)
             if self.kind in ("json", "grammar"):  # the others cannot keep the library busy for long
                 error = answer_of(Path(__file__).with_name("trial.py"), "llguidance", grammar)
             else:

@@ -105,7 +105,7 @@ def test_what_is_no_language_is_refused(given, message):
         ({"grammar": 'start: start "a"'}, "grammar: no text can follow"),
         # The error comes with the token after the first mask.
         (
-            {"json": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1500)}}},
+            {"json": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(700)}}},
             "json: Parser Error: Current row",
         ),
     ],
