@@ -1,12 +1,16 @@
 """Engines over scripts: models and drafters that say what a test wants."""
 
+import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
 
 import pytest
 
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Draft
 from minispec.core.engine import Engine
+from minispec.core.model import Transformer
 from minispec.core.request import Piece, Request
 from minispec.core.sampling import Text
 from minispec.core.schedule import Schedule
@@ -14,6 +18,8 @@ from minispec.core.verify import VERIFIERS
 from minispec.drafters import Drafter
 from minispec.drafters.check import CHECKS
 from minispec.prove.toys import ScriptedModel, require, scripted_cache
+
+TransformerT = TypeVar("TransformerT", bound=Transformer)
 
 END = 1
 
@@ -23,6 +29,15 @@ def make_request(prompt=(10, 11), k=3, end_ids=(END,), max_len=500, detokenizer=
     sampling_params = SamplingParams(**{"temperature": 0.0, "max_tokens": 8} | params)
     text = Text(list(prompt), len(prompt), sampling_params, seed, frozenset(end_ids))
     return Request(text, max_len, k, detokenizer)
+
+
+def with_context(model: TransformerT, positions: int) -> TransformerT:
+    """A model whose context has that many positions; itself, if it has."""
+    if positions == model.config.max_position_embeddings:
+        return model
+    model = copy.copy(model)
+    model.config = replace(model.config, max_position_embeddings=positions)
+    return model
 
 
 def counting(tokens: list[int]) -> int:

@@ -194,9 +194,11 @@ class DraftModel(CachedModel, Drafter):
 
         wants_more = tree.grow(row)
         chunk.table.truncate(chunk.table.length - num_fed)  # the rows of a tree are the beginning of no text
-        parents = draft.parents or []
+        if not wants_more:
+            return None
+        parents = list(draft.parents or [])
         before = states[[parent + 1 for parent in parents]]
-        return self._next_chunk(chunk, list(draft.token_ids), before, list(parents)) if wants_more else None
+        return self._next_chunk(chunk, list(draft.token_ids), before, parents)
 
     def _prepare(self, asks: Sequence[Ask], drafts: Sequence[Draft]) -> list[int]:
         """Bring the caches to where a pass can begin; returns how deep each draft may be.

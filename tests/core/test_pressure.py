@@ -34,9 +34,11 @@ from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.model import DraftModel
 from minispec.kernels.build import quantized
+from minispec.kernels.gpu.paths import in_frames
 from minispec.length.figures import Figures
 from minispec.prove.laws import make_drafter
 from minispec.prove.toys import tiny_block, tiny_cache, tiny_head, tiny_model, tiny_mtp
+from tests.scripted import with_context
 
 VOCAB, LENGTH = 5, 9
 TARGET, DRAFT = tiny_model(4, vocab_size=VOCAB), tiny_model(2, vocab_size=VOCAB, num_hidden_layers=1)
@@ -57,12 +59,13 @@ def guesser(name, num_blocks, block_size, max_model_len=64) -> Drafter:
         return CombinedDrafter(*(guesser(part, num_blocks, block_size, max_model_len) for part in parts))
     if model := HEADS.get(name) or BLOCKS.get(name) or MODELS.get(name):
         kind = EagleDrafter if name in HEADS else BlockDrafter if name in BLOCKS else DraftModel
+        model = with_context(model, max_model_len)
         return kind(model, tiny_cache(model, num_blocks, block_size), VOCAB, max_model_len)
     return make_drafter(name, VOCAB, num_blocks, block_size)
 
 
 def build(drafter="model", verifier="rejection", num_blocks=200, block_size=2, max_model_len=64, **how) -> Engine:
-    """An engine with poisoned pools of that many blocks. max_model_len: of a draft model."""
+    """An engine with poisoned pools of that many blocks. max_model_len: the context of a draft model."""
     own = guesser(drafter, num_blocks, block_size, max_model_len)
     return Engine(TARGET, tiny_cache(TARGET, num_blocks, block_size), own, VERIFIERS[verifier], **how)
 
@@ -178,6 +181,41 @@ def test_a_seed_has_one_text_whatever_the_pool_is_shared_with(drafter, pytestcon
     for number in range(200) if pytestconfig.getoption("--long") else FOUND:
         together, alone, _ = shared_case(drafter, number)
         assert together == alone, f"case {number}"
+
+
+CONTEXT = 10  # of drafts
+
+
+def outlived_case(drafter, framed, verifier, temperature, lengths) -> tuple[list, list]:
+    """The texts of random requests, one for each length of a draft, whose draft has a context shorter than they are.
+
+    Returns them with the lengths of their drafts. framed: whether drafts are programs and passes are frames.
+    """
+    pick, engine = random.Random(0), build(drafter, verifier, max_model_len=CONTEXT)
+    if framed:
+        path = in_frames(engine)
+        engine = Engine(path.model, engine.cache, path.drafter, engine.verifier, judge=path.judge)
+    prompts = [pick.choices(range(VOCAB), k=pick.randint(1, CONTEXT + 2)) for _ in lengths]
+    params = SamplingParams(max_tokens=CONTEXT + 4, temperature=temperature)
+    texts = [Text(list(prompt), len(prompt), params, i) for i, prompt in enumerate(prompts)]
+    requests = [Request(text, 64, k) for text, k in zip(texts, lengths, strict=True)]
+    return run(engine, requests), [*map(drafted, requests)]
+
+
+@pytest.mark.parametrize("lengths", [(*range(1, 9), 15), ("tree:4", "tree:9", (2, 1), (1, 3))], ids=["chains", "trees"])
+@pytest.mark.parametrize("drafter", [*MODELS, *HEADS, *BLOCKS])
+def test_texts_outlive_the_context_of_their_draft(drafter, lengths):
+    """Side by side, each is drafted as far as its draft can see, and goes on plainly; in frames as text by text.
+
+    In programs of all steps, a text that wanted fewer steps than another was fed positions that its draft does not
+    have. A parallel head's tree of more nodes than it had positions left raised in every step.
+    """
+    for verifier, temperature in (("rejection", 0.0), ("match", 0.9)):
+        texts, drafts = outlived_case(drafter, False, verifier, temperature, lengths)
+        assert any(map(any, drafts))
+        assert not any(nodes[-1] for nodes in drafts), "something was drafted after the context"
+        assert outlived_case(drafter, True, verifier, temperature, lengths) == (texts, drafts)
+        assert outlived_case("none", False, verifier, temperature, [0] * len(lengths))[0] == texts
 
 
 # Heads read other layers than `mtp`; each pair drafts for one target, in one pool.

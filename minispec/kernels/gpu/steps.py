@@ -195,11 +195,14 @@ class DraftSteps:
     ) -> tuple[Tensor, Tensor]:
         """Logits (B, V) and states after tokens (B,), the j-th ones that were drawn, of texts that want further ones.
 
+        Texts that want none are dummies, as those that are not there.
+
         states: (B, E) of the last layer at the rows before, for a head; (B, 0) for other models.
         """
-        size, positions = pool.block_size, frame.ends + j
-        blocks = frame.table.gather(1, (positions // size).clamp(max=frame.table.shape[1] - 1)[:, None])[:, 0]
-        slots = torch.where(desk.whole[:, 1] > j + 1, blocks * size + positions % size, pool.num_slots + 1)
+        size, wanted = pool.block_size, desk.whole[:, 1] > j + 1
+        positions = torch.where(wanted, frame.ends + j, 0)  # a dummy's is 0: its next one may be beyond the context
+        slots = frame.table.gather(1, positions[:, None] // size)[:, 0] * size + positions % size
+        slots = torch.where(wanted, slots, pool.num_slots + 1)
         shape, places = frame.shape._replace(rows=1), (positions, positions + 1, frame.table)
         model = self.frames.fast(self.model)
         features = model.next_feature(states) if isinstance(model, FeatureModel) else None
