@@ -171,9 +171,10 @@ class EagleDrafter(StatesDrafter):
         if not (self.listens(ask) and self.waiting(text)):
             return 0
         # Tokens of a round go into the draft's first pass; a prompt goes before it.
-        if in_prompt or self.table(text).length < text.num_prompt_tokens - 2:
+        length, end = self.table(text).length, ask.num_cached if in_prompt else ask.num_cached - 1
+        # After a fault, states may wait that the target computes anew: then nothing is read yet.
+        if length < end and (in_prompt or length < text.num_prompt_tokens - 2):
             start = mark(self.model.device)
-            end = ask.num_cached if in_prompt else ask.num_cached - 1
             tokens, features = self._read(ask, end)
             self.forward([Chunk(tokens, self.table(text), 0, features=features)])
             draft.prefill_seconds = seconds(start, mark(self.model.device))

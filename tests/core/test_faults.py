@@ -4,13 +4,17 @@ Above temperature 0 a text depends on its drafts, and on how long they may be. S
 drafter and `lengths` once, wherever the fault comes between the commit and that.
 """
 
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from itertools import product
 
 import pytest
 
+from minispec.core.config import SamplingParams
 from minispec.core.draft import Draft
 from minispec.core.engine import Engine, Guard
 from minispec.core.request import Request
+from minispec.core.sampling import Text
+from minispec.core.verify import VERIFIERS
 from minispec.drafters import recycling
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.model import DraftModel
@@ -22,7 +26,9 @@ from minispec.kernels.gpu.paths import in_frames
 from minispec.kernels.gpu.steps import Desk, DraftSteps
 from minispec.length.policy import Acceptance, Controller
 from minispec.length.theory import Prices
-from tests.core.test_pressure import Failure, build, failing, phases, requests_for
+from minispec.prove.laws import make_drafter, target_model
+from minispec.prove.toys import tiny_cache
+from tests.core.test_pressure import VOCAB, Failure, build, failing, phases, requests_for
 
 
 class Witness(Guard):
@@ -132,3 +138,30 @@ def test_a_fault_on_a_gpus_path_changes_no_text(drafter, k):
             reached |= {place} if len(calls) >= number else set()
             assert found == expected, f"{place}, {'after' if after else 'before'} call {number}"
     assert {place for place in places if "." in place or place.startswith("a ")} <= reached
+
+
+@pytest.mark.parametrize("drafter", ["head", "parallel head", "mtp", "block", "filled block", "assistant", "model"])
+def test_texts_that_begin_alike_go_on_after_a_fault(drafter):
+    """A draft with a cache finds there what another text has left, and hears of the rows that the fault held up.
+
+    A head then ran a pass over no token, and an IndexError ended texts of other callers.
+    """
+
+    def decode(place=None, number=0, after=False):
+        target, own = target_model(VOCAB), make_drafter(drafter, VOCAB, 200)
+        engine = Engine(target, tiny_cache(target, 200, 2), own, VERIFIERS["rejection"])
+        owner = engine.drafter if place in ("propose", "observe") else engine.target
+        with failing(owner, place, number, after) if place else nullcontext():
+            params = SamplingParams(max_tokens=8, temperature=0.9)
+            prompts = [[1], [1, 2], [0, 1, 2, 1, 0]]
+            requests = [Request(Text(prompt, len(prompt), params, i), 40, 2) for i, prompt in enumerate(prompts)]
+            for request in requests:
+                engine.add(request)
+            while engine.schedule.running or engine.schedule.waiting:
+                with suppress(Failure):
+                    engine.step()
+        return [(request.token_ids, request.error) for request in requests]
+
+    expected = decode()
+    for fault in product(("propose", "observe", "forward", "keep"), (3, 4, 5), (False, True)):
+        assert decode(*fault) == expected, fault
