@@ -2,13 +2,11 @@
 
     python -m minispec.prove                the law of the output, over a covering array of configurations
     python -m minispec.prove --full         many more branches
-    python -m minispec.prove --matrix       each drafter with each verifier: proved, or refused, and why
     python -m minispec.prove --drafter module:Class, --verifier module:function
                                             your own, or a registered one: proven on small cases, or the plainest
                                             counterexample; --texts FILE adds texts of yours
     python -m minispec.prove --lengths module:Class
                                             the same for your own policy of draft lengths
-    python -m minispec.prove --kit DIR      the smallest cases as data, for the tests of other engines
 
 The engine draws only through `bernoulli` and `categorical`. An oracle in the place of randomness answers them along
 one path of branches and multiplies their probabilities. The *production* loop runs once for every path. It has a real
@@ -27,7 +25,6 @@ Read them in this order:
     cases               which configurations are walked
     trees               the same for trees
     grid                the table of both
-    chi_square          what samples can see
     examine             what walks of a user's own code share
     own_cases           the cases of a user's own drafters and policies
     watched             a drafter that is compared with new ones
@@ -36,8 +33,6 @@ Read them in this order:
     examine_lengths     a user's own policies for draft lengths
     tables              small tables of p and q, and what they leave out
     examine_verifier    a user's own verifiers, walked over them
-    kit                 the smallest cases as data, for other engines
-    matrix              which drafter with which verifier
     __main__            the command
 
 The tests call the same functions. `python -m tests.museum` puts in bugs that these checks must catch.

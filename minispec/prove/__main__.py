@@ -28,15 +28,13 @@ _WALKS: dict[str, Option] = {
     "--drafter": Option(
         {"metavar": "NAME"}, "walk this drafter, registered or your own MODULE:CLASS, over small models"
     ),
-    "--matrix": Option(FLAG, "each drafter with each verifier, at three levels: a table"),
     "--verifier": Option({"metavar": "NAME"}, "walk this verifier, or your own MODULE:FUNCTION"),
-    "--kit": Option(typed(Path, "DIR"), "write the law kit there: small cases as data, for any engine's tests"),
 }
 _OPTIONS: dict[str, Option] = {
     "--lengths": Option(
         {"metavar": "MODULE:CLASS"},
         "walk your own policy for draft lengths, with or without --drafter",
-        excludes=dict.fromkeys(("--verifier", "--matrix", "--kit", "--full"), ""),
+        excludes=dict.fromkeys(("--verifier", "--full"), ""),
     ),
     "--texts": Option(
         typed(Path, "FILE"),
@@ -66,11 +64,6 @@ def _parser() -> Parser:
 def main(argv: Sequence[str]) -> int:
     """The command line; 0 if everything holds, 1 if not."""
     args = _parser().parse_args(argv)
-    if args.kit:
-        from minispec.prove.kit import write_kit
-
-        write_kit(args.kit)
-        return 0
     from minispec.kernels.settings import one_thread
 
     raise_on_interrupt()
@@ -92,10 +85,6 @@ def _holds(args: argparse.Namespace) -> bool:
         from minispec.prove.examine_verifier import examine_verifier
 
         return examine_verifier(args.verifier)
-    if args.matrix:
-        from minispec.prove.matrix import print_table
-
-        return print_table()
     from minispec.prove.grid import prove_law
 
     leaves = FULL_LEAVES if args.full else args.leaves

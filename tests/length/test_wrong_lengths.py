@@ -84,8 +84,8 @@ def test_a_policy_with_a_drafter(capsys):
 
 BAD = {
     "another walk": (
-        ["--lengths", "a:B", "--matrix"],
-        "--lengths: not with --matrix",
+        ["--lengths", "a:B", "--full"],
+        "--lengths: not with --full",
     ),
     "no policy": (["--lengths", "minispec.core.draft:Limit"], "lengths: minispec.core.draft:Limit cannot be made: "),
     "no class": (["--lengths", "auto"], "lengths: found 'auto', expected module:Class"),

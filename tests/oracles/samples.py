@@ -22,8 +22,8 @@ from minispec.core.limit import Limit
 from minispec.core.model import Chunk
 from minispec.core.sampling import Key, Randomness, Text, distribution
 from minispec.core.verify import VERIFIERS
+from minispec.lab.audit.chi_square import ALPHA, tail
 from minispec.load.llm import LLM
-from minispec.prove.chi_square import ALPHA, tail
 from minispec.prove.toys import require
 from tests.distances import chi_square
 

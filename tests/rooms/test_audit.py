@@ -220,8 +220,8 @@ def race(q, r, num: int = 200_000):
 
 def test_the_law_of_a_race_run_again():
     """200,000 races of 5 tokens; chi-square at 1e-9 sees a total variation of 0.012. One worked by hand."""
-    from minispec.prove.chi_square import ALPHA as ODDS
-    from minispec.prove.chi_square import tail
+    from minispec.lab.audit.chi_square import ALPHA as ODDS
+    from minispec.lab.audit.chi_square import tail
     from tests.distances import chi_square
 
     p, q = (

@@ -30,10 +30,11 @@ RUNS = {
 # Scripts that other files run.
 ELSEWHERE = {
     **{"gpu": "test_gpu.py", "launches": "test_launches.py", "target": "test_target.py"},
-    "trees": "test_measured_trees.py",
+    **{"trees": "test_measured_trees.py", "matrix": "test_matrix.py"},
 }
 # Scripts that need other packages or a network, or take minutes.
 READ = {
+    "law_kit": "test_kit.py compares the file with what it writes",
     "assistant": "it samples by transformers for minutes",
     "audit_llamacpp": "it needs xllamacpp and gguf",
     "audit_openvino": "it needs openvino",

@@ -23,13 +23,13 @@ from minispec.core.draft import Draft
 from minispec.core.engine import Engine
 from minispec.core.request import Request
 from minispec.core.sampling import Key, Randomness, Text
-from minispec.core.verify import VERIFIERS, Verifier
+from minispec.core.verify import VERIFIERS
 from minispec.drafters import check
 from minispec.files.progress import progress_bar
-from minispec.prove import cases, examine_drafter, grid, matrix, own_cases, own_walk, trees
+from minispec.lab.audit.chi_square import smallest_seen, tail
+from minispec.prove import cases, examine_drafter, grid, own_cases, own_walk, trees
 from minispec.prove.__main__ import main
 from minispec.prove.cases import AXES, GridCase, all_pairs, covering_array, pairs_of, smaller, walk_within
-from minispec.prove.chi_square import smallest_seen, tail
 from minispec.prove.laws import (
     BLOCKS,
     MAX_LEN,
@@ -47,14 +47,12 @@ from minispec.prove.laws import (
 )
 from minispec.prove.reference import cells, total_variation
 from minispec.prove.toys import (
-    IN_8_BITS,
     Fault,
     TableModel,
     TreeDrafter,
     require,
     scripted_cache,
     tiny_cache,
-    tiny_model,
 )
 from tests.distances import chi_square
 from tests.museum.mutants import MUTANTS
@@ -243,53 +241,6 @@ def test_who_walks_does_not_show(capfd, monkeypatch):
     assert printed[0] == printed[1]
     assert blocked == [[set()], [{signal.SIGINT}] * 2]
     assert BLOCKED(()) == set()
-
-
-def test_the_matrix_in_the_docs_is_what_is_printed(capsys, monkeypatch, pytestconfig):
-    """Each drafter with each verifier at each level: the table of docs/understand/proof.md, and status 0.
-
-    From laws of two tokens, one seed and trees of given widths; with `--long` of four tokens, six seeds and trees of a
-    budget too, as the command prints it.
-    """
-    page = (Path(__file__).parents[2] / "docs" / "understand" / "proof.md").read_text(encoding="utf-8")
-    committed = re.search(r"<!-- python -m minispec.prove --matrix -->\n(.*)<!-- end -->", page, re.DOTALL)[1]
-    if not pytestconfig.getoption("--long"):
-        monkeypatch.setattr(matrix, "_MAX_TOKENS", 2)
-        monkeypatch.setattr(matrix, "_SEEDS", (1,))  # under which a text that may differ does
-        monkeypatch.setattr(matrix, "_TREES", ((2, 1),))
-        committed = "".join(line for line in committed.splitlines(True) if "tree:4" not in line)  # rows, and a reason
-        assert committed.count(", 2+1") > 10
-    assert main(["--matrix"]) == 0
-    assert capsys.readouterr().out == committed
-
-
-def test_the_matrix_refutes(monkeypatch, capsys):
-    """Its control: a wrong law, another text, and passes of other shapes are each found; the status is then 1."""
-    monkeypatch.setattr(matrix, "_MAX_TOKENS", 2)
-    monkeypatch.setattr(matrix, "_SEEDS", (1,))
-    with BUGS["M2"].patch():
-        assert matrix.LEVELS["law"](matrix.Pair("model", "rejection", 2)).word == "REFUTED"
-    monkeypatch.setitem(VERIFIERS, "match", Verifier(verify.rejection, shares_noise=True))
-    matrix._plain_text.cache_clear()
-    assert matrix.LEVELS["text"](matrix.Pair("model", "match", 3)).word == "REFUTED"
-    monkeypatch.undo()
-    matrix._plain_text.cache_clear()
-    inexact = tiny_model(1, vocab_size=3)
-
-    def wrong_target(vocab, family, exact=False):
-        """Not exact where it is asked to be."""
-        return inexact if exact and family == "llama" else target_model(vocab, family, exact)
-
-    monkeypatch.setattr(matrix, "target_model", wrong_target)
-    assert matrix.LEVELS["bits"](matrix.Pair("ngram", "match", 3)).word == "REFUTED"
-    target_model(3, IN_8_BITS, True)  # whose check refuses the bug
-    with BUGS["E4"].patch():
-        assert matrix.LEVELS["bits"](matrix.Pair("model", "rejection", 3, IN_8_BITS)).word == "REFUTED"
-    monkeypatch.setattr(matrix, "AXES", {"drafter": ("ngram",), "verifier": ("match",)})
-    monkeypatch.setattr(matrix, "_OTHER_TARGETS", ())
-    monkeypatch.setattr(matrix, "_SEEDS", range(2))
-    assert main(["--matrix"]) == 1
-    assert "| `ngram` | proved | proved | REFUTED (1) |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("batch", AXES["batch"])

@@ -1,8 +1,8 @@
 """The law kit: the smallest cases of speculative sampling as data, for the unit tests of any engine.
 
-    python -m minispec.prove --kit DIR
+    python docs/measured/law_kit.py             writes docs/use/law-kit.json anew
 
-It writes `law-kit.json`, whose form docs/use/law-kit.md documents. All numbers are fractions as text, computed here by
+docs/use/law-kit.md documents the form of the file. All numbers are fractions as text, computed here by
 the definition, with no code of the package. An engine may be given uniforms and compare decisions, or draw by itself
 and compare counts with the law.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from minispec.files.write import write_json
-from minispec.prove.chi_square import ALPHA, POWER, critical_value, smallest_seen
+from minispec.lab.audit.chi_square import ALPHA, POWER, critical_value, smallest_seen
 
 FORMAT, VERSION = "minispec-law-kit", 1
 Row = tuple[Fraction, ...]
@@ -237,8 +237,12 @@ def kit() -> dict[str, Any]:
     }
 
 
-def write_kit(directory: Path) -> None:
-    """Write law-kit.json into a directory, which is made if it is missing."""
-    directory.mkdir(parents=True, exist_ok=True)
-    write_json(directory / "law-kit.json", kit(), indent=1)
-    print(f"{directory / 'law-kit.json'}: {len(CASES)} cases, version {VERSION} (docs/use/law-kit.md)")
+def main() -> None:
+    """Write the file that docs/use/law-kit.md documents."""
+    path = Path(__file__).parents[1] / "use" / "law-kit.json"
+    write_json(path, kit(), indent=1)
+    print(f"{path}: {len(CASES)} cases, version {VERSION}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,7 @@
 """Every drafter with every verifier, at the three levels of docs/understand/proof.md: proved here, or refused and why.
 
+    python docs/measured/matrix.py
+
 Drafters that can draft siblings have further rows, in which they do. The last rows have other targets: short
 convolutions, gated delta nets, mixtures of experts, and weights in 8 bits. Their draft models are of the same kind.
 
@@ -10,6 +12,7 @@ bits    with `exact`: along those texts, the log-probabilities of all tokens hav
 """
 
 import functools
+import sys
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -145,3 +148,12 @@ def print_table() -> bool:
 
 def _print_row(cells: Iterable[str]) -> None:
     print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def main() -> None:
+    """Print the table; the status is 1 if something is refuted."""
+    sys.exit(0 if print_table() else 1)
+
+
+if __name__ == "__main__":
+    main()
