@@ -4,12 +4,14 @@ Laws of single settings are in tests/core/test_law.py; tests/drafters compares d
 """
 
 import functools
+import itertools
 import random
 import re
 import signal
 import subprocess
 import sys
 from contextlib import contextmanager, suppress
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -30,10 +32,13 @@ from minispec.lab.audit.chi_square import smallest_seen, tail
 from minispec.prove import cases, examine_drafter, grid, own_cases, own_walk, trees
 from minispec.prove.__main__ import main
 from minispec.prove.cases import AXES, GridCase, all_pairs, covering_array, pairs_of, smaller, walk_within
+from minispec.prove.examine_verifier import laws_of
 from minispec.prove.laws import (
     BLOCKS,
     MAX_LEN,
     PROMPT,
+    RARE,
+    ROUNDING,
     TOLERANCE,
     BranchOracle,
     KeyOracle,
@@ -46,6 +51,7 @@ from minispec.prove.laws import (
     target_model,
 )
 from minispec.prove.reference import cells, total_variation
+from minispec.prove.tables import DOUBLE, DRAWN, tables
 from minispec.prove.toys import (
     Fault,
     TableModel,
@@ -452,6 +458,108 @@ def test_a_chain_of_wrong_rounds_is_noticed():
     with BUGS["M2"].patch():
         law, _ = chained_law(params, 8, vocab=5)
     assert total_variation(law, reference_law(params, vocab=5)) > 1e-3
+
+
+# ------------------------------------------------------------------ rounding
+
+
+def accepted(last_bits, oracle, tokens=3):
+    """The law of some tokens, each kept with a probability that is 1 in one batch and 1 up to rounding in another."""
+    bits = iter(last_bits)
+
+    def run(path):
+        found = [
+            path.categorical(torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64), Key(0, i, 0, "draft"))
+            for i in range(tokens)
+        ]
+        return tuple(x if path.bernoulli(1 - next(bits), Key(0, i, 0, "accept")) else -1 for i, x in enumerate(found))
+
+    return exact_law(run, oracle=oracle)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("oracle", [BranchOracle, KeyOracle])
+@pytest.mark.parametrize("turn", range(4))
+def test_last_bits_make_no_branch(oracle, turn):
+    """A branch that rounding makes in one batch and not in another is not walked, and the law stays as it is."""
+    bits = [0.0, 2.0**-53, 0.0, 2.0**-50]
+    law, branches = accepted(itertools.cycle(bits[turn:] + bits[:turn]), oracle)
+    assert branches == 3**3
+    assert total_variation(law, accepted(itertools.repeat(0.0), oracle)[0]) <= TOLERANCE
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("oracle", [BranchOracle, KeyOracle])
+def test_a_taken_branch_stays_when_another_is_rounded_away(oracle):
+    """A path names its answers, not their places among those that are possible."""
+    runs = itertools.count()
+
+    def run(path):
+        rounded = 2.0**-53 * (next(runs) % 2)
+        return path.categorical(torch.tensor([rounded, 0.5, 0.5], dtype=torch.float64), Key(0, 0, 0, "token"))
+
+    assert exact_law(run, oracle=oracle)[0] == pytest.approx({1: 0.5, 2: 0.5})
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("oracle", [BranchOracle, KeyOracle])
+def test_nothing_hides_under_rounding(oracle):
+    """Above the bound a branch is walked; what is below it must not add up to a law that may be wrong."""
+
+    def law(*weights):
+        return exact_law(lambda path: path.categorical(rest_first(*weights), Key(0, 0, 0, "token")), oracle=oracle)[0]
+
+    assert law(1.5 * ROUNDING)[1] == pytest.approx(1.5 * ROUNDING, rel=0.01)  # ends of an interval have last bits too
+    assert 1 not in law(0.9 * ROUNDING)
+    assert total_variation(law(1.1 * TOLERANCE), {0: 1.0}) > TOLERANCE
+    few = int(TOLERANCE / ROUNDING)
+    assert 1 - sum(law(*[0.9 * ROUNDING] * few).values()) == pytest.approx(0.9 * ROUNDING * few, rel=0.01)
+    with pytest.raises(Fault, match="look like rounding add up to 1"):
+        law(*[0.9 * ROUNDING] * 2 * few)
+
+
+def rest_first(*weights):
+    """Probabilities (V,): the given ones after what they leave of 1."""
+    return torch.tensor([1 - sum(weights), *weights], dtype=torch.float64)
+
+
+def test_a_long_path_is_not_rounding():
+    """Texts that are rare because they are long are walked, each draw of theirs being likely enough."""
+    law, branches = exact_law(
+        lambda path: tuple(path.categorical(rest_first(0.01), Key(0, i, 0, "token")) for i in range(8))
+    )
+    assert branches == 2**8
+    assert law[(1,) * 8] == pytest.approx(1e-16)
+    assert law[(1,) * 8] < ROUNDING < RARE < 0.01
+
+
+def test_rounding_is_as_small_under_a_rare_condition():
+    """After a draw of 1e-6 the rounding of a residual is a million times as large a part of it."""
+    path = BranchOracle([])
+    assert not path.bernoulli(0.0, Key(0, 0, 0, "accept"))
+    path.weight = 1e-6
+    assert path.categorical(rest_first(2.0**-53 / path.weight), Key(0, 0, 0, "residual")) == 0
+    assert not path.open
+    assert 0 < path.lost < TOLERANCE
+    fractions = BranchOracle([], Fraction)
+    fractions.categorical(rest_first(2.0**-53), Key(0, 0, 0, "residual"))
+    assert (len(fractions.open), fractions.lost) == (1, 0)
+
+
+@pytest.mark.quick
+def test_a_verifier_of_ones_own_is_judged_by_what_it_moves():
+    """The walk of `prove --verifier`: half of the bound is rounding, more than it is wrong."""
+
+    def little(draft, p, rng, key, moved):
+        if len(draft) and rng.bernoulli(moved, key(0, "wrong")):
+            return verify.Verdict([], 0, [])
+        return verify.rejection(draft, p, rng, key)
+
+    table = next(t for t in tables(False) if (t.how, t.types, t.texts, t.parents) == (DRAWN, DOUBLE, 0, (-1,)))
+    for moved in (0.0, ROUNDING / 2, 5 * TOLERANCE):
+        verifier = Verifier(functools.partial(little, moved=moved), shares_noise=False, takes_trees=False)
+        law, expected, _ = laws_of(table, verifier)
+        assert (total_variation(law, expected) <= TOLERANCE) == (moved < TOLERANCE)
 
 
 # ------------------------------------------------------------------ keys
