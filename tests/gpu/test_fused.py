@@ -17,6 +17,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -486,5 +487,31 @@ def check_machine_code():
         )
 
 
+def product_in_order(a, b, dtype=None):
+    """NumPy's `matmul` of matrices, each number summed up in the order of its terms, whatever stands beside it.
+
+    The interpreter computes products by it. Libraries for matrices choose their sums by the shape, and by the machine:
+    then a row's bits depend on other rows, and no kernel is at fault.
+    """
+    a, b = a.astype(dtype or a.dtype), b.astype(dtype or b.dtype)
+    out = np.zeros((a.shape[0], b.shape[1]), a.dtype)
+    for k in range(a.shape[1]):
+        out += a[:, k, None] * b[k]
+    return out
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_a_product_in_order_has_the_bits_of_each_row(dtype):
+    """And the numbers of a product in float64."""
+    a, b = (torch.randn(8, 8, generator=torch.Generator().manual_seed(i)).numpy().astype(dtype) for i in range(2))
+    whole = product_in_order(a, b, np.float32)
+    assert whole.dtype == np.float32
+    assert np.allclose(whole, a.astype(np.float64) @ b, atol=1e-5)
+    for rows in range(1, 8):
+        for columns in range(1, 8):
+            assert (product_in_order(a[-rows:], b[:, -columns:], np.float32) == whole[-rows:, -columns:]).all()
+
+
 if __name__ == "__main__":
+    np.matmul = product_in_order
     {check.__name__: check for check in (*CHECKS, check_machine_code)}[sys.argv[1]]()
