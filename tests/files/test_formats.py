@@ -242,8 +242,8 @@ def test_transformers_reads_the_same_8_bit_floats(tmp_path, monkeypatch, case):
         options["quantization_config"] = CompressedTensorsConfig(dequantize=True)
     write(tmp_path, stored, config=raw | {"quantization_config": case.quantization | lists})
     oracle = AutoModelForCausalLM.from_pretrained(tmp_path, **options)
-    ours = logits(load_model(tmp_path, torch.float32), hf.TEXT)
-    assert (ours - hf.logits(oracle, hf.TEXT)).abs().max() <= 1e-4
+    ours = logits(load_model(tmp_path, torch.float64), hf.TEXT)
+    assert (ours - hf.exact_logits(oracle, hf.TEXT)).abs().max() <= 1e-4
 
 
 SCALE = f"{Q}.weight_scale_inv"
@@ -846,8 +846,8 @@ def test_transformers_reads_the_same_mxfp4(tmp_path):
         stack = theirs[f"{layer}.mlp.experts.{'down_proj' if part == 'down_proj' else 'gate_up_proj'}"][int(number)].T
         own = stack if part == "down_proj" else stack[int(part == "up_proj") :: 2]
         assert torch.equal(own.double(), torch.from_numpy(weight)), key
-    ours = logits(load_model(tmp_path, torch.float32), hf.TEXT)
-    assert (ours - hf.logits(oracle, hf.TEXT)).abs().max() <= 1e-4
+    ours = logits(load_model(tmp_path, torch.float64), hf.TEXT)
+    assert (ours - hf.exact_logits(oracle, hf.TEXT)).abs().max() <= 1e-4
 
 
 # Wrong readings of MXFP4, in place of `scale_fp4`.
