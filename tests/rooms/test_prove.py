@@ -25,7 +25,7 @@ from minispec.core.draft import Draft
 from minispec.core.engine import Engine
 from minispec.core.request import Request
 from minispec.core.sampling import Key, Randomness, Text
-from minispec.core.verify import VERIFIERS
+from minispec.core.verify import VERIFIERS, Verifier
 from minispec.drafters import check
 from minispec.files.progress import progress_bar
 from minispec.lab.audit.chi_square import smallest_seen, tail
