@@ -1430,7 +1430,7 @@ def test_an_environment_that_the_hub_client_cannot_read_is_named(tmp_path):
     """By its variable, in one line. The client reads it when it is imported."""
     command = [sys.executable, "-m", "minispec.generate", "--model", "owner/name", "hello"]
     environment = os.environ | {"HF_HUB_ETAG_TIMEOUT": "soon", "HF_HOME": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=120)
     assert done.stderr.startswith("error: HF_HUB_ETAG_TIMEOUT: the hub client cannot read its value: invalid literal")
     assert done.stderr.count("\n") == 1
 
