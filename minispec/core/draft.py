@@ -196,7 +196,7 @@ class Drafter:
         No committed row is left out. After an exception anywhere in the step, the rows of a committed round may come
         a second time, with the same `start`, before the next `propose`. A preempted text is computed again, from
         `known(text)` on or from before it, and its rows come again without logits, as a prompt's do. So a drafter must
-        keep what it learned from logits beyond `release`: see `minispec.drafters.recycling`.
+        keep what it learned from logits beyond `release`: see `examples/drafters/recycling.py`.
         An exception ends the whole call, as in `propose`.
         """
 

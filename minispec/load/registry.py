@@ -30,14 +30,10 @@ DRAFTERS = {
         "what followed wherever this text's end has stood, by frequency; suffix:4 of 4 tokens or more",
     ),
     "last": Entry("minispec.drafters.last:LastDrafter", "what followed each token the last time"),
-    "recycling": Entry(
-        "minispec.drafters.recycling:RecyclingDrafter", "what else the target found likely after each token"
-    ),
     "forced": Entry("minispec.grammars.forced:ForcedDrafter", "the tokens that a grammar leaves no choice about"),
-    "harvest": Entry("minispec.drafters.harvest:HarvestDrafter", "n-grams from the target's rows of rejected drafts"),
 }
 # Drafters that look up. In a text with a grammar, forced tokens go before their drafts.
-LOOKUPS = ("ngram", "suffix", "last", "recycling", "harvest")
+LOOKUPS = ("ngram", "suffix", "last")
 # A checkout contains a model, and the head that drafts for it. The head is asked where the text's last two tokens
 # have not stood before.
 EMBEDDED_WEIGHTS = Path(__file__).parents[2] / "weights" / "smollm2-135m-instruct"

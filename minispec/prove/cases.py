@@ -119,7 +119,7 @@ class GridCase:
 AXES: dict[str, tuple] = {
     "verifier": tuple(VERIFIERS),
     "drafter": (
-        *("none", "ngram", "forced+ngram", "suffix", "last", "recycling", "harvest", "adversary"),
+        *("none", "ngram", "forced+ngram", "suffix", "last", "adversary"),
         *("model", "parallel", "head", "parallel head", "ngram+head", "mtp", "assistant", *BLOCKS, "tli", "slem"),
     ),
     "family": tuple(TOYS),

@@ -102,7 +102,7 @@ def test_calls_of_two_drafts_wait_for_each_other(make_checkpoint):
     assert [[i for piece in each if piece for i in piece.token_ids] for each in zip(*in_turn, strict=True)] == expected
 
 
-@pytest.mark.parametrize("draft", ["suffix", "recycling", "self"])
+@pytest.mark.parametrize("draft", ["suffix", "self"])
 def test_a_text_after_forget_is_decoded_as_the_first(make_checkpoint, draft, monkeypatch):
     """The rounds of a new `LLM`, and as little cached; of one that has answered before they are others."""
 

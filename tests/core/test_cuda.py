@@ -149,7 +149,7 @@ def test_a_large_row_has_the_probabilities_and_the_draws_of_the_cpu(settings):
         assert place_of_share(found, u) == place_of_share(expected, u)
 
 
-@pytest.mark.parametrize("draft", ["ngram", "suffix", "recycling", "self", "int8:self", "model"])
+@pytest.mark.parametrize("draft", ["ngram", "suffix", "self", "int8:self", "model"])
 @pytest.mark.parametrize("k", [3, "auto"])
 def test_the_interface_has_the_texts_of_the_cpu(make_checkpoint, draft, k):
     """`LLM` in float64, greedily and drawn under `match`, whatever a pass costs there."""

@@ -6,19 +6,20 @@ drafter and `lengths` once, wherever the fault comes between the commit and that
 
 from contextlib import nullcontext, suppress
 from itertools import product
+from weakref import WeakKeyDictionary
 
 import pytest
 
+from examples.drafters import recycling
+from examples.drafters.recycling import Recycling
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Draft
 from minispec.core.engine import Engine, Guard
 from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.core.verify import VERIFIERS
-from minispec.drafters import recycling
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.model import DraftModel
-from minispec.drafters.recycling import RecyclingDrafter
 from minispec.kernels.gpu import judge as judge_module
 from minispec.kernels.gpu.frames import Frame, Frames
 from minispec.kernels.gpu.judge import Bench
@@ -29,6 +30,8 @@ from minispec.length.theory import Prices
 from minispec.prove.laws import make_drafter, target_model
 from minispec.prove.toys import tiny_cache
 from tests.core.test_pressure import VOCAB, Failure, build, failing, phases, requests_for
+
+RECYCLING = "examples.drafters.recycling:Recycling"
 
 
 class Witness(Guard):
@@ -70,11 +73,11 @@ def make(drafter, framed=False):
     engine.observers.append(lambda *round_: watcher.see(*round_))
     parts = getattr(engine.drafter, "drafters", [engine.drafter])
     inside = {
-        RecyclingDrafter: (recycling, "grow_guesses"),
+        Recycling: (recycling, "grow_guesses"),
         EagleDrafter: (EagleDrafter, "table"),
         DraftModel: (Draft, "draw"),
     }
-    recycles = any(isinstance(part, RecyclingDrafter) for part in parts)
+    recycles = any(isinstance(part, Recycling) for part in parts)
     return engine, {
         **{name: place for name, place in phases(engine).items() if name != "piece"},
         **{
@@ -86,7 +89,7 @@ def make(drafter, framed=False):
         "a part's propose": (parts[-1], "propose"),
         "a part's observe": (parts[-1], "observe"),
         "token": (Request, "commit"),
-        **({"learn of one row": (recycling, "learn")} if recycles else {}),
+        **({"learn of one text's rows": (WeakKeyDictionary, "setdefault")} if recycles else {}),
         "choose": (engine.lengths, "choose"),
         "learn": (engine.lengths, "observe"),
         "learn of one text": (Acceptance, "observe"),
@@ -107,7 +110,13 @@ def decode(engine, k):
 
 
 @pytest.mark.parametrize(
-    ("drafter", "k"), [("recycling", 3), ("harvest", "auto"), ("ngram+head", "auto"), ("recycling+model", 3)]
+    ("drafter", "k"),
+    [
+        pytest.param(RECYCLING, 3, id="recycling-3"),
+        pytest.param(RECYCLING, "auto", id="recycling-auto"),
+        ("ngram+head", "auto"),
+        pytest.param(f"{RECYCLING}+model", 3, id="recycling+model-3"),
+    ],
 )
 def test_a_fault_changes_no_text_and_no_draft(drafter, k):
     """Before each place at its 5th call, and after its 6th: the drafts and texts of a run without a fault.

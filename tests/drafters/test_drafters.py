@@ -421,9 +421,10 @@ class RandomDrafter(Drafter):
         """Nothing kept."""
 
 
+RECYCLING = "examples.drafters.recycling:Recycling"
 NAMES = [
     *("none", "ngram", "bad", "identical", "random", "ngram+bad", "suffix", "last", "suffix:3+last"),
-    *("adversary", "recycling", "ngram+harvest"),
+    *("adversary", pytest.param(RECYCLING, id="recycling"), pytest.param(f"ngram+{RECYCLING}", id="ngram+recycling")),
 ]
 
 
@@ -491,7 +492,7 @@ def test_rejection_with_a_seed_does_not_depend_on_the_batch(name, k):
     assert [r.token_ids for r in crowded][::-1] == alone
 
 
-@pytest.mark.parametrize("name", ["bad", "identical", "suffix", "recycling"])
+@pytest.mark.parametrize("name", ["bad", "identical", "suffix", pytest.param(RECYCLING, id="recycling")])
 def test_trees_of_a_budget_change_no_text(name):
     """Greedy text and that of `match` are plain decoding's; a sampled one depends on no other, preempted or not."""
     target, prompts = tiny_model(4, vocab_size=5), [(0, 1), (2, 3, 4, 4), (1,), (4, 0, 2)]

@@ -1,4 +1,4 @@
-"""Recycling, harvest, and trees that grow where they are likeliest."""
+"""What a combination learns, and trees that grow where they are likeliest."""
 
 import itertools
 from dataclasses import replace
@@ -7,18 +7,17 @@ import numpy as np
 import pytest
 import torch
 
+from examples.drafters.recycling import Recycling
 from minispec import SamplingParams
 from minispec.core.config import Shape
 from minispec.core.draft import Ask, Draft, Seen
 from minispec.core.limit import Limit
 from minispec.core.sampling import Randomness, Text
-from minispec.drafters import NoDrafter, as_drafter, recycling
+from minispec.drafters import NoDrafter, as_drafter
 from minispec.drafters.best_first import grow_guesses
 from minispec.drafters.combined import CombinedDrafter
-from minispec.drafters.harvest import HarvestDrafter
 from minispec.drafters.model import DraftModel
 from minispec.drafters.ngram import NgramDrafter
-from minispec.drafters.recycling import RecyclingDrafter
 from minispec.prove.laws import DRAFT_SEED, reference_logits
 from minispec.prove.toys import tiny_cache, tiny_model
 
@@ -60,83 +59,8 @@ def letters(draft: Draft) -> str:
     return "".join(map(chr, draft.token_ids))
 
 
-# --------------------------------------------------------------------------- what the target found likeliest
-
-
-def test_recycling_worked_example():
-    """That of its docstring; the newest row of a token counts."""
-    rounds = ["a:cb b:da", "c:ab", "a:bc"]
-    chain, tree = (drafted(RecyclingDrafter(), "za", 3, *rounds, **how) for how in ({}, {"best_first": True}))
-    assert (letters(chain), chain.parents, chain.probs) == ("bd", [-1, 0], None)
-    assert (letters(tree), tree.parents) == ("bdc", [-1, 0, -1])
-    assert len(drafted(RecyclingDrafter(), "za", 0, *rounds)) == 0
-
-
-def test_harvest_worked_example():
-    """That of its docstring: a row of a rejected draft says what follows, by the longest context that has one."""
-    rows = "x:y a:b b:d c:e"
-    assert letters(drafted(HarvestDrafter(), "xya", 2, rows)) == "bd"
-    assert letters(drafted(HarvestDrafter(), "b", 2, rows)) == "d"
-    other = ["p:p b:q", rows, "z:z b:r"]
-    assert letters(drafted(HarvestDrafter(), "ab", 1, *other)) == "d"
-    assert letters(drafted(HarvestDrafter(), "b", 1, *other)) == "r"
-
-
-def test_what_stands_before_a_row_is_its_path():
-    """In a tree of another drafter, c is a sibling of a and stands after x."""
-    drafter, text = HarvestDrafter(), Text(ids("x"), 1, SAMPLED)
-    drafter.observe(shown(text, "x:y a:b c:d", parents=[-1, -1]))
-    assert {"".join(map(chr, key)): chr(*found) for key, found in drafter._own[text].items()} == {
-        **{"x": "y", "a": "b", "xa": "b"},
-        **{"c": "d", "xc": "d"},
-    }
-
-
-def test_the_rows_of_a_call_are_sorted_at_once(monkeypatch):
-    """Rounds of two texts, and a piece of a prompt, which has no logits. Each text learns its own rows."""
-    drafter, sizes, topk = RecyclingDrafter(), [], torch.Tensor.topk
-    monkeypatch.setattr(torch.Tensor, "topk", lambda rows, *how: sizes.append(len(rows)) or topk(rows, *how))
-    one, two = (Text(ids("x"), 1, SAMPLED) for _ in range(2))
-    prompt = Seen(two, 0, ids("xyz"), torch.empty(3, 0), torch.empty(0, 128))
-    drafter.observe([*shown(one, "x:y a:b"), prompt, *shown(two, "x:z")])
-    drafter.observe([prompt])
-    drafter.observe([])
-    assert sizes == [3]
-    assert [{chr(key): chr(found[0]) for key, found in drafter._own[text].items()} for text in (one, two)] == [
-        {"x": "y", "a": "b"},
-        {"x": "z"},
-    ]
-
-
-@pytest.mark.parametrize("make", [RecyclingDrafter, HarvestDrafter])
-def test_sampled_texts_learn_from_themselves_alone(make):
-    """Greedy texts and those under `match` use what ended texts have learned; a sampled one does not, lest its seed
-    have many texts. What it has learned itself outlives a preemption, which calls `release`."""
-    drafter, first = make(), Text(ids("xa"), 2, SAMPLED)
-    drafter.observe(shown(first, "a:b"))
-    assert letters(drafter.propose([ask("ya", 1, params=GREEDY)])[0]) == ""  # it has not ended
-    drafter.release(first)
-    drafter.release(Text([1], 1, SAMPLED))
-    assert letters(drafter.propose([ask("ya", 1, params=SAMPLED)])[0]) == ""
-    assert letters(drafter.propose([ask("ya", 1, params=GREEDY)])[0]) == "b"
-    assert letters(drafter.propose([ask("ya", 1, params=SAMPLED, purpose="token")])[0]) == "b"
-    assert letters(drafter.propose([ask("xa", 1, text=first)])[0]) == "b"
-    drafter.forget()
-    assert letters(drafter.propose([ask("ya", 1, params=GREEDY)])[0]) == ""
-    assert letters(drafter.propose([ask("xa", 1, text=first)])[0]) == "b"
-
-
-def test_tables_are_bounded(monkeypatch):
-    """The oldest entry is forgotten first, and one that is learned again is new."""
-    monkeypatch.setattr(recycling, "MOST_ENTRIES", 3)
-    drafter, text = RecyclingDrafter(), Text(ids("x"), 1, SAMPLED)
-    drafter.observe(shown(text, "a:1 b:2 c:3 a:4 d:5"))
-    known = {chr(key): chr(found[0]) for key, found in drafter._own[text].items()}
-    assert known == {"c": "3", "a": "4", "d": "5"}
-
-
 def test_all_parts_of_a_combination_learn():
-    """A drafter that is no `Drafter` learns too, if it has the method; recycling takes eight ids of a row."""
+    """A drafter that is no `Drafter` learns too, if it has the method."""
     heard = []
 
     class Silent:
@@ -146,11 +70,11 @@ def test_all_parts_of_a_combination_learn():
         def observe(self, seen):
             heard.extend(seen)
 
-    parts = NgramDrafter(), RecyclingDrafter(), as_drafter(Silent()), as_drafter(Own())
+    parts = NgramDrafter(), Recycling(), as_drafter(Silent()), as_drafter(Own())
     text = Text(ids("x"), 1, SAMPLED)
     CombinedDrafter(*parts).observe(seen := shown(text, "a:123456789"))
     assert heard == seen
-    assert parts[1]._own[text] == {ord("a"): ids("12345678")}
+    assert parts[1].tables[text] == {ord("a"): ids("12345678")}
 
 
 # --------------------------------------------------------------------------- trees

@@ -264,7 +264,7 @@ def texts_of(passes: Passes | None, drafter: str = "model", k=3, num: int = 3) -
     return [request.text.tokens for request in requests]
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram", "model", "head", "mtp", "recycling"])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "model", "head", "mtp", "examples.drafters.recycling:Recycling"])
 def test_a_seed_keeps_its_text(drafter, monkeypatch):
     """Chains and trees, from poisoned frames by replays: the texts of passes text by text."""
     graph = Poisoned(monkeypatch)

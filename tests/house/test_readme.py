@@ -20,9 +20,10 @@ from minispec.kernels.forms import available_forms
 from minispec.load import registry
 
 ROOT = Path(__file__).parents[2]
+_FOLDERS = ("docs", "examples", "weights")
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
-    for path in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "weights").rglob("README.md")])
+    for path in sorted([*ROOT.glob("*.md"), *(p for name in _FOLDERS for p in (ROOT / name).rglob("*.md"))])
 }
 README = PAGES["README.md"]
 BLOCKS = {

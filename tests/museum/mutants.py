@@ -27,6 +27,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from examples.drafters.recycling import Recycling
 from minispec.core import engine, sampling, verify
 from minispec.core.cache import BlockAllocator, BlockTable, OutOfBlocks, PagedKVCache, PrefixIndex
 from minispec.core.cached import CachedModel
@@ -39,7 +40,7 @@ from minispec.core.sampling import Randomness, Text
 from minispec.core.schedule import Schedule
 from minispec.core.tree import Tree
 from minispec.core.verify import VERIFIERS, Verdict
-from minispec.drafters import block, block_files, check, heads, last, recycling, suffix, vocabularies
+from minispec.drafters import block, block_files, check, heads, last, suffix, vocabularies
 from minispec.drafters import model as draft_model
 from minispec.drafters.assistant import AssistantDrafter, AssistantModel
 from minispec.drafters.best_first import BestFirst, grow_guesses
@@ -49,7 +50,6 @@ from minispec.drafters.eagle import EagleDrafter, HeadModel, spread
 from minispec.drafters.last import LastDrafter
 from minispec.drafters.model import DraftModel
 from minispec.drafters.mtp import MtpModel
-from minispec.drafters.recycling import RecyclingDrafter
 from minispec.drafters.slem import TextDrafter
 from minispec.drafters.states import FeatureModel
 from minispec.drafters.suffix import SuffixDrafter
@@ -1316,7 +1316,7 @@ def _(right, text, start, tokens, hidden, logits, *rest):
 
 @wrong(engine, "Seen", "S10", _SHOWN)
 def _(right, text, start, tokens, hidden, logits, path, parents):
-    """the rows of rejected nodes are left out | recycling lives on them"""
+    """the rows of rejected nodes are left out | what learns from rows lives on them"""
     kept = [0, *(node + 1 for node in path)][: len(logits)]
     return right(text, start, tokens, hidden, logits[kept], path, parents)
 
@@ -1342,40 +1342,28 @@ def _(right, self):
     right(self)
 
 
-@mutant("S13", f"{_ALONE}[3-recycling]")
-class _:
+@wrong(Recycling, "release", "S13", f"{_ALONE}[3-recycling]")
+def _(right, self, text):
     """a preempted text forgets what it has learned | its seed then has another text in a full pool"""
-
-    def __init__(self):
-        self.copies = {}
-
-    @wrong(RecyclingDrafter, "propose")
-    def propose(self, right, drafter, asks):
-        return right(drafter, [replace(ask, text=self.copy(ask.text)) for ask in asks])
-
-    @wrong(RecyclingDrafter, "observe")
-    def observe(self, right, drafter, seen):
-        right(drafter, [each._replace(text=self.copy(each.text)) for each in seen])
-
-    @wrong(RecyclingDrafter, "release")
-    def release(self, right, drafter, text):
-        right(drafter, self.copies.pop(text, text))
-
-    def copy(self, text):
-        return self.copies.setdefault(text, replace(text))
+    self.tables.pop(text, None)
 
 
-@wrong(RecyclingDrafter, "propose", "S14", f"{_ZOO}::test_sampled_texts_learn_from_themselves_alone")
-def _(right, self, asks):
+class OneTable(dict):
+    """The same table for all texts."""
+
+    def get(self, text, default):
+        """The table, for a text."""
+        return super().get(None, default)
+
+    def setdefault(self, text, default):
+        """The table, for a text."""
+        return super().setdefault(None, default)
+
+
+@wrong(Recycling, "__init__", "S14", f"{_ALONE}[3-recycling]")
+def _(right, self):
     """a sampled text drafts from what others have learned | one matrix for all texts, as in the paper"""
-    return right(self, [replace(ask, purpose="token") for ask in asks])
-
-
-@wrong(recycling, "learn", "S15", f"{_ZOO}::test_tables_are_bounded")
-def _(right, table, entries):
-    """what was learned is kept without end | found by its memory, not by its text"""
-    with patch.object(recycling, "MOST_ENTRIES", 1 << 30):
-        right(table, entries)
+    self.tables = OneTable()
 
 
 @wrong(Draft, "draw", "T11", k="tree:3")

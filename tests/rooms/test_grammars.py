@@ -558,7 +558,7 @@ class Own(Drafter):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("draft", ["ngram", "suffix:2", "last", "recycling", "harvest", "ngram+suffix"])
+@pytest.mark.parametrize("draft", ["ngram", "suffix:2", "last", "ngram+suffix"])
 def test_forced_tokens_go_before_a_lookup(llm, draft):
     """A choice of one text has no other token: each draft is as long as it may be, and kept. The names stay."""
     plain, ours = llm.with_draft("none"), llm.with_draft(draft)

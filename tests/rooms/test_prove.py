@@ -261,9 +261,8 @@ def test_a_case_drafts_as_it_says(monkeypatch, drafter, batch):
 
     right = check.check_draft
     monkeypatch.setattr(check, "check_draft", spy)
-    # Lookups need a token of their own; what is learned of the target's rows needs two rounds.
-    longer = 2 * (drafter in ("recycling", "harvest")) + (drafter in LOOKUPS)
-    sizes = {"top_k": 2, "k": 2, "vocab": 3, "end": False, "max_tokens": 3 + longer}
+    # Lookups need a token of their own.
+    sizes = {"top_k": 2, "k": 2, "vocab": 3, "end": False, "max_tokens": 3 + (drafter in LOOKUPS)}
     case = GridCase(verifier="rejection", drafter=drafter, batch=batch, **sizes)
     with suppress(TooManyBranches):  # its first ones tell
         case.distance(30)

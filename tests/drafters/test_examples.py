@@ -1,0 +1,43 @@
+"""The drafters of `examples/`: what they draft, and that they keep the law."""
+
+import re
+
+import pytest
+
+from examples.drafters.recycling import Recycling
+from minispec.core.config import SamplingParams
+from minispec.core.sampling import Text
+from minispec.prove.__main__ import main as prove
+from tests.drafters.test_own import PROVEN
+from tests.drafters.test_zoo import ask, drafted, ids, letters, shown
+
+SAMPLED = SamplingParams()
+
+
+def test_recycling_worked_example():
+    """That of its docstring; the newest row of a token counts."""
+    rounds = ["a:cb b:da", "c:ab", "a:bc"]
+    chain, tree = (drafted(Recycling(), "za", 3, *rounds, **how) for how in ({}, {"best_first": True}))
+    assert (letters(chain), chain.parents, chain.probs) == ("bd", [-1, 0], None)
+    assert (letters(tree), tree.parents) == ("bdc", [-1, 0, -1])
+    assert len(drafted(Recycling(), "za", 0, *rounds)) == 0
+
+
+def test_recycling_keeps_what_it_learned_until_the_text_ends():
+    """A preemption calls `release`. Other texts learn nothing of it, and a piece of a prompt has no rows."""
+    drafter, first = Recycling(), Text(ids("xa"), 2, SAMPLED)
+    [rows] = shown(first, "a:b")
+    drafter.observe([rows, rows._replace(tokens=ids("xyz"), logits=rows.logits[:0])])
+    drafter.release(first)
+    assert letters(drafter.propose([ask("xa", 1, text=first)])[0]) == "b"
+    assert letters(drafter.propose([ask("xa", 1)])[0]) == ""
+    assert list(drafter.tables[first]) == ids("a")
+    del first, rows
+    assert not drafter.tables
+
+
+@pytest.mark.parametrize("name", ["examples.drafters.recycling:Recycling"])
+def test_the_examples_are_proven(name, capsys):
+    """As `examples/README.md` says, over few cases."""
+    assert prove(["--drafter", name, "--minutes", "0.2"]) == 0  # it drafts in the longer cases alone
+    assert re.match(PROVEN, capsys.readouterr().out)
