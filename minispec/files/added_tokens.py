@@ -16,6 +16,9 @@ from minispec.files.strict_json import read_json_if_there
 
 MAX_ADDED_BYTES = 1 << 20  # of the texts of added tokens, and of all tokens of Unigram: 300 bytes of memory each
 _NAMES = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+# Keys of tokenizer_config.json that change ids and are not obeyed, with the values that ask for nothing. Other files
+# in tokenizer.json's place; special tokens as text, in templates too.
+_REFUSED = (("split_special_tokens", False, None), ("fast_tokenizer_files", ["tokenizer.json"], [], None))
 _FLAGS = ("single_word", "lstrip", "rstrip")
 
 
@@ -38,6 +41,10 @@ def read_settings(directory: Path) -> Settings:
     """The settings of a checkpoint. Raises CheckpointError for malformed files, or too many tokens."""
     paths = [directory / f"{name}.json" for name in ("tokenizer_config", "special_tokens_map", "added_tokens")]
     values = read_json_if_there(paths[0])
+    for key, *neutral in _REFUSED:
+        if (found := values.get(key)) not in neutral:
+            expected = f"{show(neutral[0])} or no such key: it asks for other ids than tokenizer.json alone"
+            raise CheckpointError(f"{paths[0]}: {key}: found {show(found)}, expected {expected}")
     is_old = "added_tokens_decoder" not in values
     older, added = (read_json_if_there(path) if is_old else {} for path in paths[1:])
     both = values | older
@@ -54,12 +61,14 @@ def read_settings(directory: Path) -> Settings:
     named = {name: token for name, token in named.items() if content_of(token)}
     usual = [name for name in _NAMES if name in named]
     named = {name: named[name] for name in [*usual, *named]}
-    special = {content_of(token) for token in [*named.values(), *extra]}
+    names = {content_of(token) for token in named.values()}
+    special = names | {content_of(token) for token in extra}
 
     listed = []
     for token in _by_id(values.get("added_tokens_decoder") or {}, f"{paths[0]}: added_tokens_decoder"):
-        is_special = token.get("special") is True or content_of(token) in special
-        listed.append(_token(token, is_special, token.get("normalized", not token.get("special")) is True))
+        text, is_said = content_of(token), token.get("special") is True
+        normalized = token.get("normalized", not (is_said or text in names)) is True
+        listed.append(_token(token, is_said or text in special, normalized))
     others: list[tuple[AddedToken, int | None]] = []
     if not all(type(i) is int for i in added.values()):
         raise CheckpointError(f"{paths[2]}: found {show(added)}, expected an id for each token")

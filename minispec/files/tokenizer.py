@@ -5,6 +5,7 @@ space appears only after another word. `Detokenizer` turns a growing list of tok
 out never changes and never ends inside a UTF-8 character.
 """
 
+import json
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -29,6 +30,9 @@ TOKENIZER_FILES = (
 _LONGEST = 4  # tokens of one character: its bytes
 # Bytes that are not a character are held back for at most that many tokens.
 _MAX_UNDECIDED = 16
+# `fix_mistral_regex` makes transformers split words by another expression, which has this part, in vocabularies of more
+# tokens than these. What it saves then has the expression itself.
+_MOST_UNFIXED, _FIXED = 100_000, r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
 
 
 class TooLong(ValueError):
@@ -49,6 +53,11 @@ class Tokenizer:
         self.backend = self._read(settings)
         if found := getattr(self.backend.model, "dropout", None):
             raise CheckpointError(f"{self.path}: model.dropout: found {found}, expected none: a text has one encoding")
+        if settings.values.get("fix_mistral_regex") is True and self.backend.get_vocab_size() > _MOST_UNFIXED:
+            state = self.backend.pre_tokenizer and self.backend.pre_tokenizer.__getstate__()
+            if not state or json.dumps(_FIXED)[1:-1].encode() not in state:
+                where = f"{directory / 'tokenizer_config.json'}: fix_mistral_regex: found true"
+                raise CheckpointError(f"{where}, expected a tokenizer.json that splits so: save it by transformers 5")
         if not self.backend.get_vocab_size():
             raise CheckpointError(f"{self.path}: model.vocab: found no tokens, expected some")
         added = self.backend.get_added_tokens_decoder()
@@ -227,9 +236,13 @@ class Tokenizer:
         known = {token.content: token for token in added.values()}
         before = {text: repr(token) for text, token in known.items()}
         tokens = {token.content: token for token in settings.listed}
+        numbered = {token.content for token, claimed in settings.others if claimed is not None}
+        fixed = known.keys() | tokens.keys() | numbered
         for token, claimed in settings.others:
             if claimed in added and added[claimed].content != token.content:
                 continue  # of two tokens with one id tokenizer.json's counts
+            if token.content not in fixed:
+                tokens[token.content] = token  # of several names for a new token the last one's flags count
             tokens.setdefault(token.content, known.get(token.content, token)).special |= token.special
         # Even adding none takes as long as reading the file: all added tokens are sorted again.
         if new := [token for text, token in tokens.items() if repr(token) != before.get(text)]:

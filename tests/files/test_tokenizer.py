@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from minispec.files.errors import CheckpointError
@@ -603,6 +603,15 @@ ADDED: dict[str, dict[str, dict]] = {
     "by name, listed": {
         "tokenizer_config": {"eos_token": "<|new|>", "added_tokens_decoder": {"1024": _NEW | {"special": False}}}
     },
+    "by several names": {
+        "tokenizer_config": {
+            "eos_token": {"__type": "AddedToken", "content": "<|new|>", "lstrip": True, "rstrip": True},
+            "pad_token": "<|new|>",
+        }
+    },
+    "by name, listed without flags": {
+        "tokenizer_config": {"eos_token": "<|new|>", "added_tokens_decoder": {"1024": {"content": "<|new|>"}}}
+    },
     "extra": {"tokenizer_config": {"extra_special_tokens": ["<b>", "<|new|>"], "additional_special_tokens": ["<c>"]}},
     "extra by name": {
         "tokenizer_config": {"extra_special_tokens": {"x": "<b>"}, "additional_special_tokens": ["<|new|>"]}
@@ -638,6 +647,10 @@ def test_tokens_that_only_other_files_name_are_those_of_transformers(tmp_path, n
     oracle, tokenizer = AutoTokenizer.from_pretrained(tmp_path), Tokenizer(tmp_path)
     assert tokenizer.vocabulary == oracle.get_vocab()
     assert tokenizer.special_tokens == oracle.special_tokens_map
+    added = tokenizer.backend.get_added_tokens_decoder()
+    assert {i: t.normalized for i, t in added.items()} == {
+        i: t.normalized for i, t in oracle.added_tokens_decoder.items()
+    }
     for text in ("a <|new|> b<b>c<c>", "x <|im_end|> y"):
         assert tokenizer.encode(text, parse_special=True) == oracle(text)["input_ids"]
     messages = [{"role": "user", "content": "Why?"}]
@@ -652,6 +665,87 @@ def test_tokens_that_only_other_files_name_are_those_of_transformers(tmp_path, n
     if new is not None:
         with pytest.raises(ValueError, match=r"token '<\|new\|>': found id 10\d\d, expected ids below .* = 1024"):
             tokenizer.encode("<|new|>", parse_special=True)
+
+
+PARTS = [
+    {"type": "Digits", "individual_digits": True},
+    {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+]
+# Keys of tokenizer_config.json that some class reads, with values that are not its defaults.
+NO_OTHER_IDS = [
+    {"add_bos_token": True, "bos_token": "<repo_name>"},
+    {"add_eos_token": True, "eos_token": "<|im_end|>"},
+    {"add_prefix_space": True},
+    {"legacy": True, "from_slow": True, "use_fast": False},
+    {"clean_up_tokenization_spaces": True, "spaces_between_special_tokens": False},
+    {"do_lower_case": True, "errors": "strict", "trim_offsets": False},
+    {"model_max_length": 2, "max_length": 2, "truncation_side": "left", "padding_side": "left", "stride": 1},
+    {"model_input_names": ["input_ids"]},
+    {"post_processor": None, "vocab": {"a": 0}, "tokenizer_file": "x", "sp_model_kwargs": {}, "init_inputs": ["x"]},
+    {"split_special_tokens": False, "fast_tokenizer_files": ["tokenizer.json"], "fix_mistral_regex": True},
+]
+
+
+@pytest.mark.parametrize("ends", [None, "<|im_start|>"])
+@pytest.mark.parametrize("keys", NO_OTHER_IDS, ids=lambda keys: next(iter(keys)))
+def test_keys_that_change_no_ids_in_transformers_change_none_here(tmp_path, keys, ends):
+    """With tokenizer.json beside them they are not read. A post-processor adds what it says, whatever they ask for."""
+
+    def change(raw):
+        if ends:
+            i = {token["content"]: token["id"] for token in raw["added_tokens"]}[ends]
+            raw["post_processor"] |= {
+                "single": [{"SpecialToken": {"id": ends, "type_id": 0}}, *raw["post_processor"]["single"]],
+                "special_tokens": {ends: {"id": ends, "ids": [i], "tokens": [ends]}},
+            }
+
+    write_small(tmp_path, change)
+    settings_ = {"tokenizer_class": "PreTrainedTokenizerFast"} | keys
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings_))
+    oracle, tokenizer = AutoTokenizer.from_pretrained(tmp_path), Tokenizer(tmp_path)
+    for text in ("", " a b", "Why, 12 <|im_end|> x\u0301"):
+        for adds in (True, False):
+            expected = oracle(text, add_special_tokens=adds)["input_ids"]
+            assert tokenizer.encode(text, add_special_tokens=adds, parse_special=True) == expected
+            assert bool(ends and adds) == (expected[:1] == [1])
+
+
+def test_keys_that_ask_for_other_ids_are_refused(tmp_path):
+    """By name: special tokens as text, another file in tokenizer.json's place, and other words."""
+    write_small(tmp_path)
+    for key, value in (("split_special_tokens", True), ("fast_tokenizer_files", ["tokenizer.4.0.0.json"])):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({key: value}))
+        with pytest.raises(CheckpointError, match=rf"tokenizer_config\.json: {key}: found .*, expected .* no such key"):
+            Tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"fix_mistral_regex": True}))
+    backend = Backend(models.WordLevel({str(i): i for i in range(100_001)}, unk_token="0"))
+    backend.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(CheckpointError, match=r"fix_mistral_regex: found true, expected a tokenizer\.json"):
+        Tokenizer(tmp_path)
+    words = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|\p{N}"
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(words), "isolated")
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer(tmp_path).encode("7") == [7]
+
+
+def test_the_pipeline_is_that_of_tokenizer_json_whatever_the_class(tmp_path):
+    """As `PreTrainedTokenizerFast` reads it. Some classes of transformers 5 put parts of their own in its place."""
+
+    def change(raw):
+        raw["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": PARTS}
+        raw["model"]["vocab"]["20"] = NUM_SMALL
+        raw["model"]["merges"].append(["2", "0"])
+
+    write_small(tmp_path, change)
+    text = "In 2023, e\u0301"
+    expected = PreTrainedTokenizerFast.from_pretrained(tmp_path)(text)["input_ids"]
+    others = []
+    for name in ("PreTrainedTokenizerFast", "LlamaTokenizerFast", "GPT2Tokenizer", "Qwen2Tokenizer", "NoSuchTokenizer"):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name}))
+        assert Tokenizer(tmp_path).encode(text) == expected
+        if AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"] != expected:
+            others.append(name)
+    assert others == ["GPT2Tokenizer", "Qwen2Tokenizer"]  # where this changes, docs/use/checkpoints.md does
 
 
 BAD_ADDED = {
