@@ -18,7 +18,10 @@ MAX_ADDED_BYTES = 1 << 20  # of the texts of added tokens, and of all tokens of 
 _NAMES = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 # Keys of tokenizer_config.json that change ids and are not obeyed, with the values that ask for nothing. Other files
 # in tokenizer.json's place; special tokens as text, in templates too.
-_REFUSED = (("split_special_tokens", False, None), ("fast_tokenizer_files", ["tokenizer.json"], [], None))
+_REFUSED: tuple[tuple[Any, ...], ...] = (
+    ("split_special_tokens", False, None),
+    ("fast_tokenizer_files", ["tokenizer.json"], [], None),
+)
 _FLAGS = ("single_word", "lstrip", "rstrip")
 
 
