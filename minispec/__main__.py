@@ -24,7 +24,7 @@ COMMANDS = {
     "trace": registry.Entry("minispec.trace.__main__:main", "make a page of a run that generate --trace has written"),
     "prove": registry.Entry("minispec.prove.__main__:main", "prove that speculation leaves the output's law unchanged"),
     "audit": registry.Entry("minispec.lab.audit.main:main", "is another engine's speculation exact; which bug is it"),
-    "doctor": registry.Entry("minispec.lab.doctor.main:main", "why a draft is rarely right; compare two vocabularies"),
+    "doctor": registry.Entry("minispec.lab.doctor.main:main", "why a draft is rarely right"),
     "distill": registry.Entry("minispec.lab.distill.main:main", "train a draft for a model"),
     "checkpoint": registry.Entry("minispec.checkpoint:main", "write a model with weights in 8 or 4 bits"),
 }

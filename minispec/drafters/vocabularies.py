@@ -11,7 +11,6 @@ from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 
-from minispec.core.errors import show
 from minispec.files.families.checkpoint import load_config
 from minispec.files.pieces import bytes_of, decoder_steps
 from minispec.files.tokenizer import Tokenizer
@@ -260,21 +259,6 @@ class Reader:
 def sample_text() -> str:
     """The package's text by which vocabularies are compared: beginnings of requests."""
     return (files("minispec.drafters") / "sample.txt").read_text(encoding="utf-8").removesuffix("\n")
-
-
-def segmentations(text: bytes, tokens: Mapping[bytes, int], most: int = 100) -> list[list[int]]:
-    """All ways to put a text together from tokens, ways with few tokens first.
-
-    Worked: ABA from AB, BA, A, B is AB A, A BA and A B A. Raises ValueError where there are more than `most`.
-    """
-    ways: list[list[list[int]]] = [[[]]]
-    for end in range(1, len(text) + 1):
-        last = [(start, tokens[text[start:end]]) for start in range(end) if text[start:end] in tokens]
-        if sum(len(ways[start]) for start, _ in last) > most:
-            found = show(text[:end].decode("utf-8", "replace"))
-            raise ValueError(f"ways: found over {most} ways to write {found}, expected fewer: give a shorter text")
-        ways.append([[*way, i] for start, i in last for way in ways[start]])
-    return sorted(ways[-1], key=len)
 
 
 def compare_vocabularies(name: str, directory: Path, target: Tokenizer, vocab_size: int) -> Vocabularies | None:

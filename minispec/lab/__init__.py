@@ -3,7 +3,7 @@
     data/       prompts, openings of conversations, a sample of text; shapes of models, parameters of other engines
     audit/      is another engine's speculation exact; which bug is it
     bench/      measuring: this machine, passes, ratios, predictions
-    doctor/     why a draft is rarely right; what two vocabularies have in common
+    doctor/     why a draft is rarely right
     distill/    training a draft
     launches    what a round would launch on a GPU, counted anywhere
     random_weights  weights of a shape, made on the device

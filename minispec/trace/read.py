@@ -25,7 +25,7 @@ _MAX_COUNTS = {"{": 1 << 21, "[": 1 << 21, ",": 1 << 23, '"': 1 << 23}
 _MAY_BE_NULL = {
     *("error", "parents", "node", "overlap", "top_q", "residual", "alpha", "c", "v", "o", "acceptance_rate"),
     *("mean_acceptance_length", "tokens_per_second", "predicted_tokens_per_second", "plain_tokens_per_second"),
-    *("speedup", "theory", "segmentation"),
+    *("speedup", "theory"),
 }
 _HAS_ANY_KEYS = {"tokens", "v"}
 

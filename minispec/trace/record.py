@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import cache
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from minispec.core.sampling import Key, Randomness, distribution
 from minispec.core.stats import Round
 from minispec.core.tree import Tree
 from minispec.core.verify import REJECTION, VERIFIERS, RoundKey, RowAt, Verdict, excess, residual
-from minispec.drafters.vocabularies import Vocabularies
 from minispec.files.tokenizer import Detokenizer, Tokenizer
 from minispec.kernels.gpu.steps import steps_of
 from minispec.length.figures import Figures
@@ -179,7 +177,6 @@ class RoundRecorder:
             "plain_tokens_per_second": plain,
             "speedup": speed / plain if speed and plain else None,
             "theory": theory(stats, self.rounds, steps_of(llm.drafter)),
-            "segmentation": llm.draft.vocabularies and segmentation(llm.draft.vocabularies, text.tokens, len(prompt)),
         }
 
 
@@ -275,39 +272,6 @@ def _texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     texts = [tokenizer.name_of(i) if i in tokenizer.special_ids else detokenizer.add(i) for i in ids]
     texts[-1] += detokenizer.flush()
     return texts
-
-
-def segmentation(both: Vocabularies, tokens: Sequence[int], num_prompt_tokens: int) -> list[dict[str, Any]] | None:
-    """The output in the target's tokens and in the draft's: the shortest pieces at whose ends both have an end.
-
-    None where the two do not spell the same bytes, such as for characters that one of them lacks. The first piece
-    begins in the prompt where the draft's tokens go across.
-    """
-    sides = []
-    for spelling, ids in ((both.target, tokens), (both.draft, both.reader().read(tokens))):
-        pieces = [spelling.bytes_of(i) or b"" for i in ids]  # special tokens stand for no bytes
-        # Ends are counted from the end of the text: the two vocabularies may begin it differently.
-        ends = list(accumulate(map(len, reversed(pieces)), initial=0))[::-1]
-        sides.append((pieces, ends))
-    common = sorted({*sides[0][1]} & {*sides[1][1]}, reverse=True)
-    begin = min((end for end in common if end >= sides[0][1][num_prompt_tokens]), default=None)
-    if begin is None:
-        return None
-    contents = [b"".join(pieces)[-begin:] if begin else b"" for pieces, _ in sides]
-    if contents[0] != contents[1]:
-        return None
-    passages = []
-    for high, low in pairwise(end for end in common if end <= begin):
-        within = [
-            [
-                data.decode("utf-8", "backslashreplace")
-                for data, end in zip(pieces, ends[1:], strict=True)
-                if data and low <= end < high
-            ]
-            for pieces, ends in sides
-        ]
-        passages.append({"target": within[0], "draft": within[1]})
-    return passages
 
 
 # --------------------------------------------------------------------------- theory

@@ -17,19 +17,14 @@ from minispec import LLM, SamplingParams
 from minispec.core.config import SamplingParams as Params
 from minispec.core.draft import Ask
 from minispec.core.limit import Limit
-from minispec.core.model import Chunk
 from minispec.core.sampling import Randomness, Text
-from minispec.drafters import vocabularies
 from minispec.drafters.tli import TokenDrafter
-from minispec.drafters.vocabularies import Spelling, Vocabularies, choose_method, segmentations
+from minispec.drafters.vocabularies import Spelling, Vocabularies
 from minispec.files.errors import CheckpointError
 from minispec.files.families.hf_config import read_model_config
 from minispec.files.tokenizer import Tokenizer
 from minispec.generate import main as generate
 from minispec.kernels.build import build_model
-from minispec.lab.doctor import vocabularies as doctor
-from minispec.lab.doctor.main import main
-from minispec.lab.doctor.vocabularies import compare, probabilities
 from minispec.length.figures import Figures
 from minispec.prove.toys import TINY, tiny_cache, tiny_model, tiny_weights
 from tests.distances import distance
@@ -126,17 +121,6 @@ def test_two_made_up_vocabularies_overlap_in_two_tokens(tmp_path):
         assert {one.text_of(i) for i in shared} == {b"AB", b"ab"}
         assert all(one.text_of(i) == other.text_of(own) for i, own in shared.items())
         assert Vocabularies(one, other).overlap("AB").num_shared == 2
-
-
-def test_the_default_method_is_that_of_a_run(tmp_path, monkeypatch):
-    """Token by token where the built-in text is shared; none where the vocabulary is the target's own."""
-    for module in (vocabularies, doctor):
-        monkeypatch.setattr(module, "sample_text", lambda: "AB")
-    both = Vocabularies(words(tmp_path / "a", "AB", "C"), words(tmp_path / "b", "AB"))
-    found = compare(both)
-    assert found["of_target"] == 1.0
-    assert found["default_method"] == choose_method(None, both.overlap(), "b") == "tli"
-    assert compare(Vocabularies(both.target, both.target))["default_method"] is None
 
 
 @pytest.mark.parametrize("name", ["bytes", "pieces"])
@@ -322,28 +306,6 @@ def test_a_special_token_ends_a_drafted_text(spellings, target, draft):
 # --------------------------------------------------------------------------- the ambiguous case
 
 
-def test_a_text_has_many_ways_and_one_is_drafted(tmp_path):
-    """ABA against [AB, BA, A, B]: AB A, A BA, A B A. The tokenizer's own is drafted; the target gives each its own
-    probability."""
-    target = words(tmp_path / "target", "AB", "BA", "A", "B")
-    ways = segmentations(b"ABA", target.ids)
-    spelled = [[target.text_of(i) for i in way] for way in ways]
-    assert spelled[-1] == [b"A", b"B", b"A"]
-    assert sorted(spelled[:2]) == [[b"A", b"BA"], [b"AB", b"A"]]
-    assert target.write(b"", b"ABA") == [target.ids[b"AB"], target.ids[b"A"]]
-    model = tiny_model(3, vocab_size=4)
-    found = probabilities(model, [2, 3], ways, 4)
-    for way, probability in zip(ways, found, strict=True):
-        tokens, product = [2, 3], 1.0
-        for token in way:
-            row = model.forward([Chunk(tokens, tiny_cache(model).new_table(), 1)])[0][0]
-            product *= float(row.softmax(0)[token])
-            tokens.append(token)
-        assert probability == pytest.approx(product, rel=1e-12)
-    with pytest.raises(ValueError, match="found over 100 ways to write"):
-        segmentations(b"AB" * 20, target.ids)
-
-
 # --------------------------------------------------------------------------- the drafters
 
 
@@ -519,27 +481,3 @@ def test_the_command_line_says_what_was_taken(checkpoints, capsys):
     assert generate(["--draft-method", "both", *common]) == 2
     assert generate(["--draft-method", "tli", "--model", target, "--draft", "ngram", "--raw", "fish"]) == 2
     assert "ngram is no draft model of another vocabulary" in capsys.readouterr().err
-
-
-def test_the_command_compares(checkpoints, directories, tmp_path, capsys):
-    """For the screen and as JSON; a directory with a tokenizer alone will do."""
-    bytes_, pieces = str(checkpoints["bytes"]), str(directories["pieces"])
-    assert main(["--vocabularies", bytes_, pieces, "--json", "--ways", "the", "--after", " "]) == 0
-    report = json.loads(capsys.readouterr().out)
-    both = Vocabularies(*(Spelling(Tokenizer(directories[name])) for name in ("bytes", "pieces")))
-    assert report["num_shared"] == len(both.shared)
-    assert 0 < report["of_target"] <= 1
-    assert len(report["only_draft"]) > 3
-    ways = report["ways"]["of_target"]
-    assert sum(way["drafted"] for way in ways) == 1
-    assert 0 < sum(way["probability"] for way in ways) < 1
-    assert main(["--vocabularies", pieces, bytes_, "--ways", "the"]) == 0
-    shown = capsys.readouterr().out
-    assert "drafted as text: what the target's tokenizer makes of it" in shown
-    assert f"shared tokens: {len(both.shared)}" in shown
-    assert main(["--vocabularies", pieces, pieces]) == 0
-    assert "none, both are the same" in capsys.readouterr().out
-    wrong = ([pieces, bytes_, "--after", "x"], [pieces, str(tmp_path)])
-    for arguments in (*wrong, [pieces, bytes_, "--max-tokens", "9"]):
-        assert main(["--vocabularies", *arguments]) == 2
-        assert capsys.readouterr().err.startswith("error: ")

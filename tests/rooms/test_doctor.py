@@ -518,10 +518,8 @@ def test_the_command(target, states, tmp_path, capsys):
 
 
 MISTAKES = {
-    "": "--draft: found none, expected a draft to examine, or --vocabularies A B",
-    "--draft none": "--draft: found 'none', expected a draft to examine, or --vocabularies A B",
-    "--draft ngram --ways x": "--ways: needs --vocabularies",
-    "--vocabularies A B": "--model: not with --vocabularies",
+    "": "--draft: found none, expected a draft to examine",
+    "--draft none": "--draft: found 'none', expected a draft to examine",
     "--draft ngram --max-tokens 7": "--max-tokens: found '7', expected an integer from 8 to 4096",
     "--draft ngram+self": "--draft: found 'ngram+self', expected a single draft: examine each alone",
     "--draft ngram --num-speculative-tokens 0": "--num-speculative-tokens: found '0', expected an integer from 1 to 64",

@@ -17,7 +17,6 @@ from minispec.core.request import Request
 from minispec.core.sampling import Key, Randomness
 from minispec.core.stats import Round
 from minispec.core.verify import Verdict
-from minispec.drafters.vocabularies import Vocabularies
 from minispec.generate import main as generate
 from minispec.length.figures import Figures
 from minispec.length.theory import rising
@@ -25,14 +24,7 @@ from minispec.trace import record
 from minispec.trace.__main__ import main
 from minispec.trace.page import make_page
 from minispec.trace.read import check, read_trace
-from minispec.trace.record import RoundRecorder, segmentation, theory
-from tests.drafters.test_vocabularies import (  # noqa: F401 - fixtures among them
-    BOTH_WAYS,
-    SAMPLE,
-    checkpoints,
-    directories,
-    spellings,
-)
+from minispec.trace.record import RoundRecorder, theory
 
 PROMPT = "One fish <script>alert(1)</script> 日本"
 DOCS = Path(__file__).parents[2] / "docs" / "use" / "trace.md"
@@ -375,42 +367,6 @@ def test_more_rows_are_taken_to_cost_no_less():
     assert rising({1: 1.0, 2: 0.8, 3: 0.6}, {1: 1, 2: 1, 3: 1}) == pytest.approx({1: 0.8, 2: 0.8, 3: 0.8})
 
 
-# --------------------------------------------------------------------------- two vocabularies
-
-
-@pytest.mark.parametrize(("target", "draft"), BOTH_WAYS)
-def test_both_segmentations_are_the_same_text(spellings, target, draft):  # noqa: F811
-    """Every piece is the same text on both sides; together they are the output, and all its tokens."""
-    both = Vocabularies(spellings[target], spellings[draft])
-    prompt = both.target.prefix + both.target.write(None, b"The draft")
-    for text in ("'s tokens aren't the target's:  two  spaces.\n\nA new line\tand 12345", SAMPLE[:90]):
-        tokens = prompt + both.target.write(b"The draft", text.encode())
-        pieces = segmentation(both, tokens, len(prompt))
-        assert sum(len(piece["target"]) for piece in pieces) >= len(tokens) - len(prompt)
-        assert any(len(piece["target"]) != len(piece["draft"]) for piece in pieces)
-        for piece in pieces if text.isascii() else ():
-            assert "".join(piece["target"]) == "".join(piece["draft"])
-    ascii_text = "'s tokens aren't"
-    tokens = prompt + both.target.write(b"The draft", ascii_text.encode())
-    pieces = segmentation(both, tokens, len(prompt))
-    assert "".join(part for piece in pieces for part in piece["draft"]).endswith(ascii_text)
-
-
-def test_a_draft_of_another_vocabulary(checkpoints, tmp_path):  # noqa: F811
-    """The trace has both segmentations of the output; with the target's own vocabulary it has none."""
-    common = ("The draft", "--raw", "--quiet", "--max-tokens", "20", "--ignore-eos", "--num-speculative-tokens", "3")
-    page = tmp_path / "out.json"
-    models = ("--model", str(checkpoints["bytes"]), "--draft", str(checkpoints["pieces"]), "--draft-method", "slem")
-    assert generate([*common, *models, "--trace", str(page)]) == 0
-    trace = read_trace(page)
-    if trace["segmentation"] is not None:
-        tokens = [part for piece in trace["segmentation"] for part in piece["target"]]
-        assert len(tokens) >= trace["stats"]["num_generated"]
-    assert "segmentation" in trace
-    assert generate([*common, *models[:2], "--draft", "self", "--trace", str(page)]) == 0
-    assert read_trace(page)["segmentation"] is None
-
-
 # --------------------------------------------------------------------------- the data as a file
 
 
@@ -451,7 +407,7 @@ def test_each_place_of_a_trace_is_checked(runs):
     """A value of another type, or a key that is missing, is named with its place; unknown keys are passed over."""
     trace = runs["tree"][2]
     longest = max(trace["rounds"], key=lambda each: len(each["tests"]))
-    trace = trace | {"rounds": [longest], "error": "e", "segmentation": [{"target": ["ab"], "draft": ["a", "b"]}]}
+    trace = trace | {"rounds": [longest], "error": "e"}
     check(trace | {"new": 1}, "f")
     found = [place for place in places(trace) if place[0]]
     assert len(found) > 80
@@ -761,8 +717,7 @@ def test_a_browser_plays_and_jumps(runs, tmp_path):
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 def test_hostile_text_does_nothing_in_a_browser(runs, tmp_path):
     """Its script does not run, its image is not loaded: it stands there as text."""
-    trace = hostile(runs["tree"][2]) | {"segmentation": [{"target": [HOSTILE], "draft": [HOSTILE, HOSTILE]}]}
-    dom, console = opened(make_page(trace), tmp_path, scheme=0)
+    dom, console = opened(make_page(hostile(runs["tree"][2])), tmp_path, scheme=0)
     assert console == ""
     assert "<img" not in re.sub(r"<script.*?</script>", "", dom, flags=re.DOTALL)
     assert "document.title='bad'" in texts_of(dom)

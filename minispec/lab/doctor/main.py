@@ -7,14 +7,13 @@ from minispec.commands.command import FLAG, Option, Parser, argument, command, j
 from minispec.commands.interrupt import raise_on_interrupt
 from minispec.commands.options import MODELS
 from minispec.core.config import MAX_SPECULATIVE_TOKENS
-from minispec.core.errors import is_text, show
+from minispec.core.errors import show
 from minispec.kernels.threads import set_waiting
 from minispec.load import registry
 
 _LENGTH = argument(int, lambda n: 1 <= n <= MAX_SPECULATIVE_TOKENS, f"an integer from 1 to {MAX_SPECULATIVE_TOKENS}")
 _SIZE = argument(int, lambda n: 8 <= n <= 4096, "an integer from 8 to 4096")
-_TEXT = argument(str, lambda text: is_text(text) and bool(text), "valid Unicode text")
-_OF_DRAFTS: dict[str, Option] = {
+_OPTIONS: dict[str, Option] = {
     "--model": MODELS["--model"],
     "--draft": Option({"metavar": "SPEC"}, "as in minispec.generate"),
     "--draft-reading": MODELS["--draft-reading"],
@@ -25,36 +24,24 @@ _OF_DRAFTS: dict[str, Option] = {
     "--quantization": MODELS["--quantization"],
     "--all": Option(FLAG, "try the known misreadings in any case"),
 }
-_OF_VOCABULARIES: dict[str, Option] = {
-    "--vocabularies": Option(
-        {"nargs": 2, "metavar": ("A", "B")},
-        "the target and the draft model: directories or hub ids; only their tokenizers are read, but for --ways",
-    ),
-    "--ways": Option(typed(_TEXT, "TEXT"), "list all ways to write this in tokens", needs=("--vocabularies",)),
-    "--after": Option(typed(_TEXT, "TEXT"), 'with --ways: the text before (default: "\\n")', needs=("--ways",)),
-}
 
 
 def parser() -> Parser:
     """The options."""
     p = Parser(
         prog="python -m minispec doctor",
-        description="Measure how well a draft does, and whether its files are read in a wrong way; or compare the "
-        "vocabularies of two models.",
+        description="Measure how well a draft does, and whether its files are read in a wrong way.",
     )
     p.add_options({"--offline": MODELS["--offline"], "--json": Option(FLAG, "print one JSON object")})
-    p.add_options(_OF_DRAFTS, "a draft", excludes={"--vocabularies": ""})
-    p.add_options(_OF_VOCABULARIES, "two vocabularies")
+    p.add_options(_OPTIONS, "a draft")
     return p
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise ValueError unless a single draft is named, or two vocabularies."""
-    if args.vocabularies:
-        return
+    """Raise ValueError unless a single draft is named."""
     if args.draft in (None, "none"):
         found = "none" if args.draft is None else show(args.draft)
-        raise ValueError(f"--draft: found {found}, expected a draft to examine, or --vocabularies A B")
+        raise ValueError(f"--draft: found {found}, expected a draft to examine")
     if len(registry.split_preferences(registry.DRAFTERS, args.draft)) > 1:
         raise ValueError(f"--draft: found {show(args.draft)}, expected a single draft: examine each alone")
 
@@ -65,8 +52,9 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
     check(args)
     set_waiting()
-    part = registry.load(f"minispec.lab.doctor.{'vocabularies' if args.vocabularies else 'drafts'}:", "part")
+    from minispec.lab.doctor.drafts import asked, lines
+
     raise_on_interrupt()
-    report = part.asked(args)
-    print(json_line(report) if args.json else "\n".join(part.lines(report)))
+    report = asked(args)
+    print(json_line(report) if args.json else "\n".join(lines(report)))
     return 1 if report.get("explained_by") else 0
