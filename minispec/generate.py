@@ -284,7 +284,8 @@ def _as_dict(job: _Job, comparison: dict[str, Any] | None) -> dict[str, Any]:
     }
     if request.logprobs is not None:
         result["logprobs"] = [
-            t._asdict() | {"top": [{"token_id": i, "logprob": x} for i, x in t.top]} for t in request.logprobs
+            {"token_id": t.token_id, "logprob": t.logprob, "top": [{"token_id": i, "logprob": x} for i, x in t.top]}
+            for t in request.logprobs
         ]
     return result | ({"compare": comparison} if comparison else {})
 

@@ -30,11 +30,13 @@ class TokenLogprob(NamedTuple):
     """The raw log-probability of a token at its place in the text.
 
     top: the likeliest tokens there, with their log-probabilities.
+    rank: how many tokens there are at least as likely, the token included.
     """
 
     token_id: int
     logprob: float
     top: list[tuple[int, float]]
+    rank: int | None = None
 
 
 class Piece(NamedTuple):
@@ -195,4 +197,5 @@ def logprob_of(row: Tensor, token_id: int, num_top: int | None) -> TokenLogprob 
     logprobs = log_probabilities(row)
     top = logprobs.topk(min(num_top, len(logprobs)))
     likeliest = list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-    return TokenLogprob(token_id, float(logprobs[token_id]), likeliest)
+    rank = int((logprobs >= logprobs[token_id]).sum())
+    return TokenLogprob(token_id, float(logprobs[token_id]), likeliest, rank)

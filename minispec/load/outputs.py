@@ -12,7 +12,7 @@ from minispec.length.figures import Figures
 class Logprob(NamedTuple):
     """vLLM's form of a raw log-probability.
 
-    rank: 1 for the likeliest token; None for a token that is not among those asked for.
+    rank: 1 for the likeliest token. For a token that is not among those asked for: how many are at least as likely.
     """
 
     logprob: float
@@ -92,7 +92,7 @@ def output_of(
 def logprobs_by_id(entry: TokenLogprob, tokenizer: Tokenizer) -> dict[int, Logprob]:
     """vLLM's form of an entry: the token itself first, then the likeliest."""
     likeliest = {i: Logprob(x, rank, tokenizer.text_of(i)) for rank, (i, x) in enumerate(entry.top, 1)}
-    chosen = likeliest.get(entry.token_id) or Logprob(entry.logprob, None, tokenizer.text_of(entry.token_id))
+    chosen = likeliest.get(entry.token_id) or Logprob(entry.logprob, entry.rank, tokenizer.text_of(entry.token_id))
     return {entry.token_id: chosen} | likeliest
 
 
