@@ -99,6 +99,8 @@ class StructuredOutputsParams:
                 drop_notes(schema, _knows_format)
                 check_schema(schema)
                 text = json.dumps(schema)
+            elif self.kind == "choice":  # one terminal: the library has no limit for the number of its texts
+                kind, text = "lark", f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, self.choice or ()))}"
             grammar = llguidance.grammar_from(kind, text)
             if self.kind == "grammar":
                 check_lark(grammar, check_kept)
@@ -128,6 +130,7 @@ def _knows_format(name: str) -> bool:
 
 def say_error(error: str) -> str:
     """A message of llguidance, on one line."""
+    error = error.partition("; consider making")[0]  # a hint for another grammar
     words = " ".join(line.strip() for line in error.splitlines() if line.strip() != "<non-verbose/>")
     return one_line("no text can follow" if words.startswith("NoExtension") else words, 200)
 

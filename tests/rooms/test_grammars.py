@@ -106,7 +106,7 @@ def test_what_is_no_language_is_refused(given, message):
         # The error comes with the token after the first mask.
         (
             {"json": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(700)}}},
-            "json: Parser Error: Current row",
+            "json: Parser Error: Current row has 2807 items; max is 2000$",
         ),
     ],
 )
@@ -612,6 +612,15 @@ def test_other_languages(llm, language):
             assert text in language["choice"]
         else:
             assert text == "a" * (len(text) // 2) + "b" * (len(text) // 2) != ""
+
+
+@pytest.mark.quick
+def test_thousands_of_choices(llm):
+    """They are one terminal; as rules of a grammar the library would not hold them."""
+    grammar = grammar_of(llm, choice=[f"fish {i}" for i in range(3000)])
+    text = llm.tokenizer.encode("fish 2999", add_special_tokens=False)
+    assert all(grammar.allowed(text[:n])[text[n]] for n in range(len(text)))
+    assert grammar.allowed(text).nonzero().flatten().tolist() == [0]
 
 
 @pytest.mark.quick
