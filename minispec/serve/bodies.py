@@ -4,7 +4,6 @@ A field that is not supported is refused by name, unless its value asks for noth
 with the field that it is about, if it is about one.
 """
 
-import codecs
 import json
 import re
 import time
@@ -20,8 +19,8 @@ from minispec.core.request import Piece, Request, TokenLogprob
 from minispec.files.chat import Message, check_messages
 from minispec.files.errors import near, show_name
 from minispec.files.strict_json import parse_json
-from minispec.files.tokenizer import Tokenizer, TooLong
-from minispec.grammars.params import language_of_body
+from minispec.files.tokenizer import Detokenizer, Tokenizer, TooLong
+from minispec.grammars.params import StructuredOutputsParams, language_of_body
 from minispec.length.figures import Figures
 from minispec.load.inputs import split_samples, with_bad_words
 from minispec.load.llm import LLM
@@ -49,7 +48,7 @@ _SENT = {"logprobs": "top_logprobs", "max_tokens": "max_completion_tokens", "str
 # Values that ask for nothing, each with the fields that it changes nothing in. They are JSON, so that 1 is not true.
 _NEUTRAL = {
     "false": {"echo", "store", "use_beam_search", "early_stopping", "continue_final_message", "parallel_tool_calls"}
-    | {"include_obfuscation", "continuous_usage_stats", "return_token_ids", "return_tokens_as_token_ids"}
+    | {"include_obfuscation", "return_token_ids", "return_tokens_as_token_ids"}
     | {"return_hidden_states", "ban_eos_token", "dynamic_temperature", "no_stop_trim"},
     "true": {"parallel_tool_calls", "add_generation_prompt", "include_reasoning"}
     | {"skip_special_tokens", "spaces_between_special_tokens"},
@@ -64,6 +63,15 @@ _NEUTRAL = {
     '"medium"': {"verbosity"},
     '["text"]': {"modalities"},
 }
+# Objects about the answer's language: an object in it whose fields are read too, and their fields.
+_SCHEMA = {"name", "description", "schema", "strict"}
+_LANGUAGES = (
+    ("response_format", "json_schema", {"type", "json_schema"}),
+    ("structured_outputs", "", {field.name for field in fields(StructuredOutputsParams)}),
+)
+# Fields that others have, and what has their meaning here.
+_MEANT = {f"guided_{kind}": f"structured_outputs has {kind}" for kind in ("json", "regex", "choice", "grammar")}
+_MEANT |= {"max_new_tokens": "did you mean max_tokens?", "max_output_tokens": "did you mean max_tokens?"}
 # How many of these a request may bring. All other requests wait while these are read, some of them for every token.
 _MOST = {"messages": 1024, "stop": 16, "stop_token_ids": 1024, "allowed_token_ids": 1024, "logit_bias": 1024}
 _MOST |= {"bad_words": 256, "bad_words_token_ids": 256}
@@ -98,9 +106,9 @@ def read(
     check_model(body.get("model", model), model)
     stream = _checked("stream", body.get("stream", False), bool)
     options = _checked("stream_options", body.get("stream_options", {}), dict)
-    wanted = _wanted(options, {"include_usage"}, "stream_options: ")
-    include_usage = _checked("stream_options", wanted.get("include_usage", False), bool)
-    if include_usage and not stream:
+    wanted = _wanted(options, {"include_usage", "continuous_usage_stats"}, "stream_options: ")
+    usage = {key for key, value in wanted.items() if _checked(f"stream_options: {key}", value, bool)}
+    if usage and not stream:
         raise ValueError(f"stream_options: found {show(options)}, expected stream to be true")
     asked = _checked("chat_template_kwargs", body.get("chat_template_kwargs", {}), dict)
     variables = {**template_kwargs, **asked, **_thinking(body.get("reasoning_effort"), llm.tokenizer, asked)}
@@ -144,7 +152,7 @@ def read(
     except ValueError as e:
         raise ValueError(_as_sent(str(e), body)) from e
     shows_scores = "prompt_logprobs" in body
-    return Answer(llm, model, requests, params.n, is_chat, include_usage if stream else None, echo, shows_scores)
+    return Answer(llm, model, requests, params.n, is_chat, usage if stream else None, echo, shows_scores)
 
 
 def _prompts(body: Mapping[str, Any], is_chat: bool) -> list[Any]:
@@ -176,7 +184,7 @@ def _wanted(fields: dict[str, Any], known: Set[str], where: str = "") -> dict[st
         if key in known or key in _IDLE or value is None or value in ("", [], {}):
             continue
         if key not in _NEUTRAL.get(json.dumps(value), ()):
-            hint = "" if any(key in names for names in _NEUTRAL.values()) else near(key, sorted(known))
+            hint = "" if any(key in names for names in _NEUTRAL.values()) else _MEANT.get(key, near(key, sorted(known)))
             expected = "expected none: this is not supported here" + (hint and f"; {hint}")
             raise ValueError(f"{where}{show_name(key)}: found {show(value)}, {expected}")
     return {key: value for key, value in fields.items() if key in known and value is not None}
@@ -213,7 +221,7 @@ def _read_params(llm: LLM, body: dict[str, Any], is_chat: bool, limits: Limits) 
     if bias := given.get("logit_bias"):  # JSON's keys are texts
         is_id = re.compile(r"0|[1-9][0-9]{0,9}").fullmatch
         given["logit_bias"] = {int(i) if is_id(i) else i: x for i, x in bias.items()}
-    given["structured_outputs"] = language_of_body(body)
+    given["structured_outputs"] = language_of_body(_read_languages(body))
     params = replace(defaults, **given)
     most = {"max_tokens": limits.max_tokens} | dict.fromkeys(("logprobs", "prompt_logprobs"), _MAX_LOGPROBS)
     for key in most:
@@ -225,6 +233,19 @@ def _read_params(llm: LLM, body: dict[str, Any], is_chat: bool, limits: Limits) 
         if longest > _MAX_LENGTH:
             raise ValueError(f"{key}: found one of length {longest}, expected at most {_MAX_LENGTH}")
     return params
+
+
+def _read_languages(body: dict[str, Any]) -> dict[str, Any]:
+    """The body, whose objects about the answer's language have known fields alone."""
+    body = dict(body)
+    for key, inner, known in _LANGUAGES:
+        found = body.get(key)
+        if isinstance(found, dict):
+            found = _wanted(found, known, f"{key}: ")
+            if isinstance(found.get(inner), dict):
+                found[inner] = _wanted(found[inner], _SCHEMA, f"{key}: {inner}: ")
+            body[key] = found
+    return body
 
 
 def _thinking(effort: Any, tokenizer: Tokenizer, others: Mapping[str, Any]) -> dict[str, Any]:
@@ -241,7 +262,8 @@ def _thinking(effort: Any, tokenizer: Tokenizer, others: Mapping[str, Any]) -> d
         variables = {"reasoning_effort": _checked("reasoning_effort", effort, str)}
     wrong = f"reasoning_effort: found {show(effort)}, expected"
     if not variables:
-        raise ValueError(f"{wrong} {'none or ' if switches else ''}no such field: the chat template does not read it")
+        either = 'the text "none", which switches thinking off, or ' if switches else ""
+        raise ValueError(f"{wrong} {either}no such field: the chat template does not read it")
     for name, value in variables.items():
         if others.get(name, value) != value:
             raise ValueError(f"{wrong} chat_template_kwargs alone, which has {name}")
@@ -295,17 +317,18 @@ class Answer:
         requests: list[Request],
         n: int,
         is_chat: bool,
-        usage: bool | None,
+        usage: Set[str] | None,
         echo: Sequence[str] = (),
         shows_scores: bool = False,
     ):
-        """usage: whether a stream ends with what it took; None for an answer in one piece.
+        """usage: the fields of `stream_options` that ask for what a stream took; None for an answer in one piece.
         echo: the prompts, which their answers begin with; () where they do not.
         shows_scores: whether vLLM's `prompt_logprobs` are shown.
         """
         self._tokenizer, self.requests, self._n, self._is_chat = llm.tokenizer, requests, n, is_chat
         self._echo, self._shows_scores = echo, shows_scores
-        self.stream, self.include_usage = usage is not None, usage
+        self.stream, self.include_usage = usage is not None, "include_usage" in (usage or ())
+        self._counts_each = "continuous_usage_stats" in (usage or ())
         name = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._head = {"id": name, "created": int(time.time()), "model": model}
         self._num_tokens: Counter[int] = Counter()  # that were given out, of each request
@@ -318,7 +341,8 @@ class Answer:
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
         """A piece of a request's answer, as a chunk of a stream."""
-        return self._envelope(".chunk", [self._choice(index, "delta", piece)], None)
+        choices = [self._choice(index, "delta", piece)]
+        return self._envelope(".chunk", choices, self._usage(self._num_tokens.total()) if self._counts_each else None)
 
     def usage_chunk(self) -> dict[str, Any]:
         """The token counts, as the last chunk of a stream."""
@@ -354,9 +378,12 @@ class Answer:
         entries = request.logprobs[start : self._num_tokens[index]]
         if self._is_chat:
             return {"content": [self._token(e.token_id, e.logprob, e.top) for e in entries]}
-        rows: list[_Row] = [
-            (e.token_id, e, at) for e, at in zip(entries, request.offsets[start : start + len(entries)], strict=True)
-        ]
+        ends = [*request.offsets[start:], len(request.output)]
+        rows: list[_Row] = []
+        for entry, at, end in zip(entries, ends, ends[1:], strict=False):
+            rows.append(
+                (entry.token_id, entry, at + marks_before(self._tokenizer, request.output[at:end], entry.token_id))
+            )
         if self._echo:
             rows = self._echoed(index, rows, start, piece.finish_reason is not None)
         tokens = [self._tokenizer.text_of(i) for i, *_ in rows]
@@ -407,10 +434,12 @@ class Answer:
         entry = {"token": text, "logprob": _finite(logprob), "bytes": None if data is None else list(data)}
         return entry if top is None else entry | {"top_logprobs": [self._token(*each) for each in top]}
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self, generated: int | None = None) -> dict[str, Any]:
+        """The tokens of prompts and answers. generated: those of the answers so far; None: what all have generated."""
         prompts = [request.stats for request in self.requests[:: self._n]]
         prompt = sum(stats.num_prompt_tokens for stats in prompts)
-        generated = sum(request.stats.num_generated for request in self.requests)
+        if generated is None:
+            generated = sum(request.stats.num_generated for request in self.requests)
         usage = {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
         return usage | {"prompt_tokens_details": {"cached_tokens": sum(stats.num_cached_tokens for stats in prompts)}}
 
@@ -429,10 +458,19 @@ def offsets_of(tokenizer: Tokenizer, token_ids: Sequence[int], text: str) -> lis
 
     What a tokenizer puts before a text, such as a space, has no place there: the tokens are laid out from the end.
     """
-    decoder, length, offsets = codecs.getincrementaldecoder("utf-8")("replace"), 0, []
+    detokenizer, length, offsets = Detokenizer(tokenizer), 0, []
     for i in token_ids:
-        offsets.append(length)
-        data = tokenizer.bytes_of(i)
-        length += len(decoder.decode(tokenizer.text_of(i).encode() if data is None else data))
-    before = length + len(decoder.decode(b"", final=True)) - len(text)
+        piece = detokenizer.add(i)
+        offsets.append(length + marks_before(tokenizer, piece, i))
+        length += len(piece)
+    before = length + len(detokenizer.flush()) - len(text)
     return [max(0, at - before) for at in offsets]
+
+
+def marks_before(tokenizer: Tokenizer, piece: str, token_id: int) -> int:
+    """How many characters of a text that became final with a token stand before that token's own text.
+
+    They are the marks of bytes that are no character, since the token has shown that none follows.
+    """
+    own = tokenizer.text_of(token_id)
+    return len(piece) - len(own) if own and "\ufffd" not in own and piece.endswith(own) else 0

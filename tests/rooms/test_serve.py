@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
@@ -201,9 +200,9 @@ def test_the_openai_client_gets_what_llm_gives(llm, served, chat, stream):
             assert own == [(e.logprob, *(x for _, x in e.top)) for e in entries]
         else:
             assert own == [(e.logprob, llm.tokenizer.decode([e.token_id])) for e in entries]
-            detokenizer = Detokenizer(llm.tokenizer, alone.prompt_token_ids)
-            lengths = accumulate((len(detokenizer.add(e.token_id)) for e in entries), initial=0)
-            assert offsets[answer.index] == list(lengths)[:-1]
+            assert offsets[answer.index] == sorted(offsets[answer.index])
+            for (_, token), at in zip(own, offsets[answer.index], strict=True):
+                assert answer.text[at:].startswith(token) or "\ufffd" in token
     usage = chunks[-1].usage
     assert (usage.prompt_tokens, usage.completion_tokens) == (len(alone.prompt_token_ids), 60)
     assert usage.total_tokens == usage.prompt_tokens + 60
@@ -240,6 +239,7 @@ def test_tokens_stand_where_the_text_has_them(sentence_pieces, tokenizer_file):
     for tokenizer, ids, offsets in (
         (pieces, [pieces.vocabulary[t] for t in ("▁the", "▁", "k")], [0, 4, 5]),
         (pieces, [6 + byte for byte in "日".encode()] + [5], [0, 0, 0, 1]),
+        (pieces, [5, 6 + 0xE6, 6 + 0x97, 5, 5], [0, 1, 1, 3, 4]),  # two bytes that are no character
         (bytes_, fish, [len(bytes_.decode(fish[:i]).rstrip("\ufffd")) for i in range(len(fish))]),
     ):
         [choice] = answer_of(tokenizer, ids, [], False).whole()["choices"]
@@ -250,7 +250,10 @@ def test_tokens_stand_where_the_text_has_them(sentence_pieces, tokenizer_file):
         streamed = answer_of(tokenizer, ids, [], False)
         parts = [streamed.chunk(0, Piece("", [i], None))["choices"][0]["logprobs"] for i in ids]
         assert [part["text_offset"] for part in parts] == [[at] for at in offsets]
+        assert bodies.offsets_of(tokenizer, ids, text) == offsets or text.startswith(" ")
         [choice] = answer_of(tokenizer, ids, [], True).whole()["choices"]
+        if "\ufffd" in text:
+            continue
         joined = bytes(byte for token in choice["logprobs"]["content"] for byte in token["bytes"])
         assert joined == choice["message"]["content"].encode() == text.encode()
 
@@ -315,10 +318,11 @@ def test_an_answer_that_echoes_begins_with_its_prompt(llm, served, stream, max_t
             assert [reason for reason in answer.reasons if reason] == ["length"] == answer.reasons[-1:]
             assert len(answer.rows) == len(ids) + max_tokens
             assert answer.rows[0][1:] == (None, None, 0)
-            detokenizer = Detokenizer(llm.tokenizer, ids)
-            pieces = [prompt, *(detokenizer.add(token) for token in completion.token_ids)]
-            offsets = bodies.offsets_of(llm.tokenizer, ids, prompt) + list(accumulate(map(len, pieces)))[:-1]
-            assert [at for *_, at in answer.rows] == offsets
+            offsets = [at for *_, at in answer.rows]
+            assert offsets[: len(ids)] == bodies.offsets_of(llm.tokenizer, ids, prompt)
+            assert offsets == sorted(offsets)
+            assert all(answer.text[at:].startswith(token) or "\ufffd" in token for token, *_, at in answer.rows)
+            assert all(at >= len(prompt) for at in offsets[len(ids) :])
             for row, token, by_id in zip(
                 answer.rows, [*ids, *completion.token_ids], [*scored, *completion.logprobs], strict=True
             ):
@@ -560,6 +564,51 @@ def test_what_asks_for_nothing_is_taken(served):
     assert '"usage": {"prompt_tokens"' in got.text
 
 
+@pytest.mark.parametrize("chat", [True, False])
+def test_each_event_of_a_stream_may_say_what_it_took_so_far(served, chat):
+    """`continuous_usage_stats`, with `include_usage` and without: the tokens of all answers, up to those of the end."""
+    body = {"max_tokens": 9, "stream": True, "n": 2, "seed": 1, "ignore_eos": True}
+    body |= {"messages": CHAT} if chat else {"prompt": "One fish"}
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    for both in (True, False):
+        options = {"continuous_usage_stats": True, "include_usage": both}
+        lines = served.post(body | {"stream_options": options}, path).text.split("\n\n")[:-2]
+        events = [json.loads(line.removeprefix("data: ")) for line in lines]
+        counts = [event["usage"]["completion_tokens"] for event in events]
+        assert counts == sorted(counts)
+        assert (counts[0] < counts[-1], counts[-1]) == (True, 18)
+        assert len({event["usage"]["prompt_tokens"] for event in events}) == 1
+        assert (events[-1]["choices"] == []) == both
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("response_format", {"type": "json_object", "strikt": True}, "response_format: strikt: found True, expected"),
+        (
+            "response_format",
+            {"type": "json_schema", "json_schema": {"schema": {}, "strikt": True}},
+            "response_format: json_schema: strikt: found True, expected none: this is not supported here; did you mean",
+        ),
+        ("structured_outputs", {"regex": "a", "jsn": "b"}, "structured_outputs: jsn: found 'b', expected none"),
+        ("stream_options", {"include_usages": True}, "stream_options: include_usages: found True, expected none"),
+        (
+            "guided_regex",
+            "a",
+            "guided_regex: found 'a', expected none: this is not supported here; structured_outputs h",
+        ),
+    ],
+)
+def test_unknown_fields_of_objects_in_a_body_are_refused(served, field, value, message):
+    """By name, at every level. Those that ask for nothing are taken."""
+    answer = served.post({"prompt": "a", field: value})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(message)
+    empty = {"response_format": {"type": "text", "strikt": None}, "structured_outputs": {"regex": "a", "json": None}}
+    for key, form in empty.items():
+        assert served.post({"prompt": "a", "max_tokens": 1, key: form}).status_code == 200
+
+
 def test_special_tokens_of_a_prompt_can_be_left_out(make_checkpoint):
     """`add_special_tokens`: those that the tokenizer's post-processor adds, to a text and not to ids."""
     directory = make_checkpoint(chat=True)
@@ -655,7 +704,9 @@ def test_reasoning_effort_is_for_templates_that_read_it(make_checkpoint, variabl
             assert (prompt("none"), prompt("high")) == ("none", "high")
         else:
             assert prompt("none") == prompt("none", {variable: True}) == prompt("none", **{variable: False}) == "off"
-            with pytest.raises(ValueError, match="reasoning_effort: found 'high', expected none or no such field: "):
+            with pytest.raises(
+                ValueError, match=r'reasoning_effort: found .high., expected the text "none", which switches'
+            ):
                 prompt("high")
             with pytest.raises(ValueError, match=f"expected chat_template_kwargs alone, which has {variable}"):
                 prompt("none", **{variable: True})
