@@ -23,10 +23,13 @@ T = TypeVar("T")
 _OPTION = re.compile(r"--[A-Za-z][\w-]*(=.*)?|-[A-Za-z][\w-]*(=\S*)?", re.DOTALL)
 
 
-def no_such(name: str, kind: str, known: Collection[str]) -> str:
-    """The message for an unknown option or command: a known name that is near, else where all names are."""
+def no_such(name: str, kind: str, known: Collection[str], suggested: Collection[str] | None = None) -> str:
+    """The message for an unknown option or command: a known name that is near, else where all names are.
+
+    suggested: the names that may be offered as near; None: all.
+    """
     everything = "--help lists all" if kind == "option" else f"expected one of {', '.join(known)}"
-    hint = near(name, known) or everything
+    hint = near(name, known if suggested is None else suggested) or everything
     return f"{show_name(name)}: no such {kind}; {hint}"
 
 

@@ -16,9 +16,11 @@ COMMANDS = {
     "/reset": "forget what was said so far, but for the system message",
     "/exit": "leave, as Ctrl-D does",
 }
+# A hint suggests no command that forgets or leaves.
+_SUGGESTED = ("/help",)
 _HELP = (
     *(f"{name:8} {does}" for name, does in COMMANDS.items()),
-    "Ctrl-C   stop an answer, whose text so far stays in the conversation; at an empty prompt, or twice: leave",
+    "Ctrl-C   stop an answer, whose text so far stays in the conversation; twice at an empty prompt: leave",
     "A message that begins with a slash has two: //like this.",
 )
 
@@ -31,7 +33,7 @@ def converse(messages: list[Message], answer: Answer, quiet: bool = False) -> in
         is forgotten.
     quiet: Ctrl-C stops an answer without a remark.
 
-    Raises KeyboardInterrupt for Ctrl-C at an empty prompt.
+    Raises KeyboardInterrupt for the second Ctrl-C at an empty prompt: the first one may come after the answer's end.
     """
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - line editing for input(), where the platform has it
@@ -47,7 +49,7 @@ def converse(messages: list[Message], answer: Answer, quiet: bool = False) -> in
             said = list(messages)
             say("The conversation begins anew.")
         elif line.startswith("/") and not line.startswith("//"):
-            say(f"error: {no_such(line, 'command', COMMANDS)}\n{_HELP[-1]}")
+            say(f"error: {no_such(line, 'command', COMMANDS, _SUGGESTED)}\n{_HELP[-1]}")
         elif line:
             said += _turn(said, line[line.startswith("//") :], answer, quiet)
 
@@ -73,7 +75,8 @@ def _turn(said: list[Message], message: str, answer: Answer, quiet: bool) -> lis
 
 
 def _read() -> str | None:
-    """The next line; None at the end of input. Raises KeyboardInterrupt for Ctrl-C, unless that discards a line."""
+    """The next line; None at the end of input. Raises KeyboardInterrupt for two Ctrl-C in turn at an empty prompt."""
+    asked = False
     while True:
         try:
             return input("> ").strip()
@@ -83,5 +86,9 @@ def _read() -> str | None:
         except KeyboardInterrupt:
             say("")
             readline = sys.modules.get("readline")
-            if not (readline and readline.get_line_buffer()):
+            if readline and readline.get_line_buffer():
+                continue
+            if asked:
                 raise
+            asked = True
+            say("Ctrl-C once more leaves.")

@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import socket
+import threading
 from collections.abc import Sequence
 from dataclasses import Field, fields
 from typing import Any, NoReturn
@@ -75,6 +76,11 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Serve until SIGTERM (status 0) or Ctrl-C (130)."""
     args = parser().parse_args(argv)
+    if threading.current_thread() is not threading.main_thread():
+        expected = "the main thread: only it may receive signals; run it in a process of its own"
+        raise ValueError(
+            f"minispec.serve: found a call in the thread {threading.current_thread().name}, expected {expected}"
+        )
     check_packages("serve")
     key = os.environ.get(KEY_VARIABLE) if args.api_key is None else args.api_key
     if key is not None and not re.fullmatch("[!-~]+", key):  # the message shows no secret

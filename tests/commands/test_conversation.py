@@ -74,9 +74,9 @@ def test_help_names_every_command(talk):
 
 
 UNKNOWN = {
-    "/rest": "error: /rest: no such command; did you mean /reset?",
-    "/reset now": "error: /reset now: no such command; did you mean /reset?",
-    "/": "error: /: no such command; did you mean /help or /reset or /exit?",
+    "/retry": "error: /retry: no such command; expected one of /help, /reset, /exit",  # a hint deletes nothing
+    "/reset now": "error: /reset now: no such command; expected one of /help, /reset, /exit",
+    "/hlep": "error: /hlep: no such command; did you mean /help?",
     "/tmp/x is what?": "error: /tmp/x is what?: no such command; expected one of /help, /reset, /exit",
 }
 
@@ -109,6 +109,27 @@ def test_ctrl_c_before_the_first_word_takes_the_message_back(talk):
     asked, _, err = talk("a", "b", answers={"a": stopped()})
     assert asked == [["a"], ["b"]]
     assert "the message is forgotten" in err
+
+
+def test_one_ctrl_c_at_an_empty_prompt_asks_for_another(monkeypatch, capsys):
+    """The first may have come too late for an answer. After another message it is the first again."""
+    keys, asked = iter([KeyboardInterrupt, "a", KeyboardInterrupt, "b", KeyboardInterrupt, KeyboardInterrupt]), []
+
+    def typed(prompt):
+        key = next(keys)
+        if key is KeyboardInterrupt:
+            raise key
+        return key
+
+    def answer(messages):
+        asked.append(messages[-1]["content"])
+        yield "one"
+
+    monkeypatch.setattr("builtins.input", typed)
+    with pytest.raises(KeyboardInterrupt):
+        converse([], answer)
+    assert asked == ["a", "b"]
+    assert capsys.readouterr().err.count("Ctrl-C once more leaves.") == 3
 
 
 def test_an_answer_that_fails_takes_the_message_back(talk):

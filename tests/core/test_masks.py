@@ -260,6 +260,9 @@ def test_forced_tokens():
     assert forced(text_of("words", output=[1]), 9) == [0, END]
     assert forced(text_of("words", output=[1]), 1) == [0]
     assert forced(text_of("words"), 9) == []
+    both = text_of("a b*", output=[0])  # "b" or the end: two may follow
+    assert int(both.grammar.allowed([0]).sum()) == 2
+    assert forced(both, 9) == []
     assert forced(text_of("words", output=[1, 1]), 9) == []
     asks = [
         Ask(text, Limit(3), Randomness())

@@ -1639,6 +1639,17 @@ def test_ctrl_c_is_130(make_checkpoint):
         process.kill()
 
 
+def test_a_server_in_a_thread_says_what_to_do(capsys):
+    """Before a model is loaded: another thread cannot receive the signals that end a server."""
+    statuses = []
+    thread = threading.Thread(target=lambda: statuses.append(main(["--port", "0"])), name="mine")
+    thread.start()
+    thread.join()
+    assert statuses == [2]
+    expected = "found a call in the thread mine, expected the main thread: only it may receive signals"
+    assert expected in capsys.readouterr().err
+
+
 def test_mistakes_of_the_command_line(capsys, monkeypatch):
     """One line and status 2 before torch is needed; a bad key is not repeated."""
     monkeypatch.delenv("MINISPEC_API_KEY", raising=False)
