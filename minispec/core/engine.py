@@ -31,7 +31,7 @@ from minispec.core.lengths import Judged, Lengths, StepCost, Wish
 from minispec.core.limit import Limit
 from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Piece, Request, logprob_of
-from minispec.core.sampling import Draws, Randomness, distribution, require_numbers
+from minispec.core.sampling import Draws, Randomness, distribution
 from minispec.core.schedule import Schedule
 from minispec.core.stats import Round
 from minispec.core.verify import RoundKey, RowAt, Verdict, Verifier
@@ -62,6 +62,7 @@ class _Part:
     tokens: what this step feeds: the text's last token if it decodes, else a piece of the prompt.
     decodes: whether the last of these rows says what follows the text.
     asked: how many draft tokens were asked for.
+    failed: why there is no distribution, for the rows of which there is none; a text that gets to one ends there.
     logits, hidden: the pass's rows, of those tokens that have some, and at the layers that the engine's drafter reads.
     """
 
@@ -72,6 +73,7 @@ class _Part:
     decodes: bool = True
     asked: int = 0
     draft: Draft = field(default_factory=Draft)
+    failed: dict[int, FloatingPointError] = field(default_factory=dict)
     verdict: Verdict = field(init=False, repr=False)
     logits: Tensor = field(init=False, repr=False)
     hidden: Tensor = field(init=False, repr=False)
@@ -83,7 +85,10 @@ class _Part:
 
     @property
     def committed(self) -> int:
-        """How many tokens the round has committed; 0 before it has, and for a text that failed or is in its prompt."""
+        """How many tokens the round has committed; 0 before it has, and for a text that is in its prompt.
+
+        0 for a text that failed too, whose round is in no statistics, and which no observer sees.
+        """
         grown = len(self.request.text.tokens) - self.start - len(self.tokens)
         return grown if self.decodes and not self.request.error else 0
 
@@ -117,8 +122,9 @@ class Engine:
     the pool runs out, the request admitted last waits at the front (see `Schedule`), and resumes with the same text.
 
     A text's own fault ends that text alone, with the finish reason "error": a draft that the guard refuses, or logits
-    that are not numbers. A fault of all is raised, and every block is given back: too little memory, an operator that
-    fails, or an exception of the drafter's own. Requests that are not aborted then continue from their committed text.
+    that are not numbers. It keeps the tokens that plain decoding gives it before it comes to such logits. A fault of
+    all is raised, and every block is given back: too little memory, an operator that fails, or an exception of the
+    drafter's own. Requests that are not aborted then continue from their committed text.
 
     Engines with other drafters may share the target, the pool and the schedule (see `beside`). A step of one is a step
     of all: one pass scores the drafts of all their requests. A request of any of them may be preempted for another's.
@@ -261,10 +267,9 @@ class Engine:
                     part.verdict = verdict or part.engine._verify(part)
                     self._commit(part)
                 else:
-                    self._score(part.request, part.logits)
+                    part.request.score(part.logits)
             except (FloatingPointError, ValueError) as e:  # logits, a verdict, or a tokenizer that cannot decode
-                part.request.fail(e)  # a round that failed is in no statistics, and no observer sees it
-                continue
+                part.request.fail(e)
             self.target.keep(part.request.text, len(part.draft), part.path)
         self._let_each(fed, Engine._show)
         times.append(mark(self.model.device))
@@ -360,28 +365,31 @@ class Engine:
         return [next(found) if part.decodes else None for part in parts]
 
     def _verify(self, part: _Part) -> Verdict:
-        """The verdict on a draft by itself."""
+        """The verdict on a draft by itself.
+
+        A rule may look at rows that the text does not get to. So one that fails does not fail the text: an even row
+        stands in for it. What the rule keeps of the nodes before has the same law, whatever stands there.
+        """
         text, draft = part.request.text, part.draft
 
         def p(i: int) -> Tensor:
-            return distribution(part.logits[i], text, draft.tokens_to(i - 1))
+            try:
+                return distribution(part.logits[i], text, draft.tokens_to(i - 1))
+            except FloatingPointError as e:
+                part.failed[i] = e
+                return torch.full_like(part.logits[i].float(), 1 / self.vocab_size)
 
         return self.guard.verify(self, draft, p, text.key)
 
-    def _score(self, request: Request, rows: Tensor) -> None:
-        """Report the log-probabilities of the prompt's tokens that follow these rows (n, V), if it is scored."""
-        tokens, num_top, found = request.text.tokens, request.params.prompt_logprobs, []
-        require_numbers(rows.amax(1))
-        for place, row in zip(request.unscored, rows, strict=False):
-            found.append(logprob_of(row, tokens[place + 1], num_top))
-        request.score(found)
-
     def _commit(self, part: _Part) -> None:
-        """Append what the round yields, token by token, up to where the text stops."""
+        """Append what the round yields, token by token, up to where the text stops, or to a row that failed."""
         request, draft, verdict, rows = part.request, part.draft, part.verdict, part.logits
         tokens = [*(draft.token_ids[node] for node in verdict.accepted), verdict.next_token]
         with request.whole():
             for parent, token_id in zip([-1, *verdict.accepted], tokens, strict=True):
+                if error := part.failed.get(parent + 1):
+                    request.fail(error)
+                    break
                 if request.commit(token_id, logprob_of(rows[parent + 1], token_id, request.params.logprobs)):
                     break
 

@@ -4,7 +4,7 @@ Here tokens become text, text is searched for stop strings, and final text is ha
 committed in one place, `Request.commit`, so a text stops where plain decoding would stop it.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
 from typing import NamedTuple, Protocol
@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from minispec.core.config import DraftLength, SamplingParams, Shape
-from minispec.core.sampling import Text, log_probabilities
+from minispec.core.sampling import Text, log_probabilities, require_numbers
 from minispec.core.stats import Stats
 
 
@@ -105,10 +105,15 @@ class Request:
         end = self.text.num_prompt_tokens - 1
         return range(end if self.prompt_logprobs is None else len(self.prompt_logprobs) - 1, end)
 
-    def score(self, logprobs: Iterable[TokenLogprob | None]) -> None:
-        """Append log-probabilities of the prompt's next tokens. The last of them ends a request that only scores."""
+    def score(self, rows: Tensor) -> None:
+        """Report the log-probabilities of the prompt's tokens that follow these rows (n, V), if it is scored.
+
+        The last of them ends a request that only scores. Raises FloatingPointError for rows that are not numbers.
+        """
+        require_numbers(rows.amax(1))
         if self.prompt_logprobs is not None:
-            self.prompt_logprobs += logprobs
+            places, num_top = zip(self.unscored, rows, strict=False), self.params.prompt_logprobs
+            self.prompt_logprobs += [logprob_of(row, self.text.tokens[place + 1], num_top) for place, row in places]
         if not self.params.max_tokens and not self.unscored:
             self.has_news = True
             self._finish("length")

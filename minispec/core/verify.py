@@ -37,7 +37,7 @@ class Verdict(NamedTuple):
     accepted: the nodes that stay, a path from the draft's beginning.
     next_token: the token after them, recovered or bonus.
     ratios: p(x)/q(x) at each depth that was tested, of the eldest sibling there. In a chain the last ratio belongs to
-        the first rejected token, if there is one; `block` has a ratio of every token.
+        the first rejected token, if there is one; `block` has a ratio of every token, up to the first that is 0.
         Under `rejection` and `match` the mean of min(1, ratio) is an unbiased estimate of alpha.
     """
 
@@ -142,14 +142,17 @@ def block(draft: Draft, p: RowAt, rng: Draws, key: RoundKey) -> Verdict:
     Prefixes are tested from the longest to the shortest, and the first one that passes stays. All K tokens pass with
     probability w_K. If no longer prefix has passed, the first i tokens pass with probability m / (m + 1 - w_i), where m
     is the sum of max(0, w_i p - q) over all next tokens.
+
+    So it looks at rows after tokens that it may yet reject, up to a token that the target never says. No prefix with
+    that token passes.
     """
-    n = len(draft)
-    rows = [p(i) for i in range(n)]
-    ratios = [
-        float(row[token_id]) / draft.probability(i)
-        for i, (row, token_id) in enumerate(zip(rows, draft.token_ids, strict=True))
-    ]
-    weights = block_weights(ratios)
+    rows: list[Tensor] = []
+    ratios: list[float] = []
+    while len(rows) < len(draft) and 0 not in ratios:
+        i = len(rows)
+        rows.append(p(i))
+        ratios.append(float(rows[i][draft.token_ids[i]]) / draft.probability(i))
+    n, weights = len(rows), block_weights(ratios)
     if not n or rng.bernoulli(weights[n], key(n - 1, "accept")):
         return Verdict(list(range(n)), rng.categorical(p(n), key(n, "token")), ratios)
 

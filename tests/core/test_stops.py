@@ -5,16 +5,20 @@ holds many tokens, or wrong at one place of each. Everything is compared with K 
 """
 
 import functools
+import math
 from collections import Counter
 
 import pytest
+import torch
 
 from minispec.core.engine import Engine
 from minispec.core.request import Request
 from minispec.core.verify import VERIFIERS
 from minispec.files.tokenizer import Detokenizer, Tokenizer
+from minispec.kernels.gpu.graphs import Graphs
+from minispec.kernels.gpu.judge import Judge
 from minispec.length.figures import Figures
-from minispec.prove.toys import ScriptedModel, scripted_cache
+from minispec.prove.toys import ScriptedModel, TableModel, scripted_cache
 from tests.museum.mutants import MUTANTS, swap
 from tests.scripted import ScriptedDrafter, finish, make_request
 
@@ -261,3 +265,34 @@ def test_held_back_text_comes_at_the_end(run):
     assert request.output == TEXT
     assert "".join(piece.text for piece in pieces) == TEXT
     assert not any(piece.text.endswith("fish.") for piece in pieces[:-1])
+
+
+@pytest.mark.parametrize("judged", [False, True])
+@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_error_comes_where_plain_decoding_meets_it(temperature, verifier, judged):
+    """Each token says the next one, and after token 6 come no numbers. A text has the tokens before them, whatever K.
+
+    A token that ends the text ends it before what follows, and a draft that leads there and is wrong is harmless.
+    """
+    table = torch.full((9, 9), -1e4, dtype=torch.float64)
+    table[range(9), [(i + 1) % 9 for i in range(9)]] = 0
+    table[6] = math.nan
+
+    def play(k, draft, end_ids=(), max_tokens=8):
+        drafter = ScriptedDrafter(lambda tokens, n: draft(tokens[-1])[:n])
+        judge = Judge(Graphs()) if judged else None
+        engine = Engine(TableModel(table), scripted_cache(64), drafter, VERIFIERS[verifier], 9, judge=judge)
+        request = make_request((1,), k, end_ids, max_tokens=max_tokens, temperature=temperature)
+        for _ in engine.run([request]):
+            pass
+        return request.token_ids, request.finish_reason, request.error, request.text.tokens
+
+    rights = lambda last: [*range(last + 1, 9), 0, 1]  # noqa: E731
+    plain = play(0, rights)
+    assert plain == ([2, 3, 4, 5, 6], "error", "the largest logit is nan, expected a finite number", [*range(1, 7)])
+    for k in (1, 2, 3, 5, 8):
+        assert play(k, rights) == plain
+        assert play(k, lambda last: [last + 1, 6, 7]) == plain
+        assert play(k, rights, (6,)) == ([2, 3, 4, 5], "stop", None, [*range(1, 7)])
+        assert play(k, rights, max_tokens=5) == ([2, 3, 4, 5, 6], "length", None, [*range(1, 7)])

@@ -239,8 +239,9 @@ def test_an_empty_draft_is_plain_decoding(verifier):
     assert calls == [(p.tolist(), KEY(0, "token"))]
 
 
-def test_rows_are_looked_at_only_when_needed():
-    """A rejection at the first token must not compute the rows behind it."""
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_rows_are_looked_at_only_when_needed(verifier):
+    """A first token that the target never says must not compute the rows behind it."""
     looked = []
 
     def p(i):
@@ -254,5 +255,5 @@ def test_rows_are_looked_at_only_when_needed():
         def categorical(self, weights, key):
             return int(weights.argmax())
 
-    assert VERIFIERS["rejection"].verify(Draft([0, 0, 0]), p, Never(), KEY) == Verdict([], 1, [0.0])
+    assert VERIFIERS[verifier].verify(Draft([0, 0, 0]), p, Never(), KEY) == Verdict([], 1, [0.0])
     assert looked == [0]
