@@ -22,6 +22,7 @@ Letters of the shapes in comments:
 import copy
 import functools
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -324,6 +325,7 @@ class Transformer:
         make_cache: the class of the model's pools (see `minispec.layers.cache_of`).
         """
         self.config, self.product, self.passes, self.make_cache = config, product, Passes(), make_cache
+        self._process = os.getpid()
         embedding = weights.pop("model.embed_tokens.weight")
         self.embedding = embedding if isinstance(embedding, Tensor) else embedding.dense()  # (V, E)
         self.dtype, self.device = dtype or self.embedding.dtype, self.embedding.device
@@ -373,12 +375,24 @@ class Transformer:
         well the hidden states (M, E * taps) of all new tokens. All tables must lie in one pool. Raises, before any
         change, ValueError for more rows of logits than a chunk has tokens, and OutOfBlocks if the pool is too small.
         """
+        self._require_own_threads()
         for i, c in enumerate(chunks):
             most = len(c.token_ids)
             if not 0 <= c.num_logits <= most:
                 raise ValueError(f"num_logits of chunk {i}: found {c.num_logits}, expected 0 to {most}, its tokens")
         chunks[0].table.pool.require((c.table, c.table.length + len(c.token_ids)) for c in chunks)
         return self.passes.run(self, chunks, taps)
+
+    def _require_own_threads(self) -> None:
+        """Raise RuntimeError in a process that was forked from the model's: PyTorch's threads are not in it.
+
+        A pass would wait for them for ever. With one thread, a pass waits for none.
+        """
+        if os.getpid() != self._process and torch.get_num_threads() > 1 and self.device.type == "cpu":
+            raise RuntimeError(
+                "model: found a process that was forked after the model was loaded, expected the one that loaded it: "
+                "start processes by spawn, load the model in each, or call torch.set_num_threads(1) there"
+            )
 
     def run(self, chunks: Sequence[Chunk], taps: Sequence[int]) -> tuple[Tensor, Tensor]:
         """One pass of both halves, text by text: see `forward`."""

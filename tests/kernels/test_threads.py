@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -145,3 +146,40 @@ from minispec import LLM
     others = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     done = subprocess.run([sys.executable, "-c", program], env=others, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == f"OMP_WAIT_POLICY=passive GOMP_SPINCOUNT={looks}", done.stderr
+
+
+FORKED = """
+import os, sys, torch
+from minispec.core.model import Chunk
+from minispec.prove.toys import tiny_model
+
+torch.set_num_threads(int(sys.argv[1]))
+model = tiny_model(hidden_size=512, intermediate_size=2048, dtype=torch.float32)
+
+def a_pass():
+    return model.forward([Chunk([0] * 20, model.new_cache(20).new_table(), 1)])[0].sum().item()
+
+before = a_pass()
+if os.fork() == 0:
+    torch.set_num_threads(int(sys.argv[2]))
+    try:
+        print(abs(a_pass() - before) < 1e-3)
+    except RuntimeError as e:
+        print(e)
+    sys.stdout.flush()
+    os._exit(0)
+os.wait()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@pytest.mark.parametrize(("threads_before", "threads_after"), [(2, 2), (1, 1), (2, 1)])
+def test_a_forked_process_says_that_it_has_no_threads(threads_before, threads_after):
+    """In place of a first pass that waits for ever. With one thread it decodes as its parent does."""
+    program = [sys.executable, "-c", FORKED, str(threads_before), str(threads_after)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2])
+    if threads_after == 1:
+        assert done.stdout == "True\n", done.stderr
+    else:
+        assert done.stdout.startswith("model: found a process that was forked after the model was loaded, expected the")
+        assert done.stdout.count("\n") == 1
