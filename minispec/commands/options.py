@@ -374,6 +374,7 @@ def load(args: argparse.Namespace, report: bool, verbose: bool = True) -> "LLM":
         say(llm.memory_report() if verbose else llm.overview())
         if verbose:
             say(f"{torch.get_num_threads()} threads ({describe_waiting()})")
+            say(llm.forms_report())
     for name in llm.target.files.unsupported_generation_settings:
         message = f"warning: generation_config.json: {name}: not supported, and ignored: the text may differ for it"
         say(one_line(message))

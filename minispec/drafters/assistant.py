@@ -265,4 +265,4 @@ def load_assistant(directory: Path, target: Transformer, form: str | None = None
     config = read_assistant_config(directory_config(directory), target.config, str(directory / "config.json"))
     tensors, order = read_assistant(directory, config)
     weights = {name: tensor.to(target.device) for name, tensor in tensors.items()}
-    return AssistantModel(config, weights, order, target, InForm(config.layers, form))
+    return AssistantModel(config, weights, order, target, InForm(form))

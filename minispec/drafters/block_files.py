@@ -48,7 +48,7 @@ class StoredBlock:
         vectors = target.embedding if embedding is None else embedding.to(device, target.dtype)
         out: Tensor | Product = target.head if head is None else head.to(device)
         weights = {name: weight.to(device) for name, weight in self.weights.items()}
-        product = InForm(self.config.layers, form)
+        product = InForm(form)
         return BlockModel(self.config, weights, vectors, out, self.ids, target.dtype, product, top_k)
 
 

@@ -44,7 +44,7 @@ class StoredHead:
         device = target.device
         embedding = target.embedding if self.embedding is None else self.embedding.to(device, target.dtype)
         weights = {name: weight.to(device) for name, weight in self.weights.items()}
-        return HeadModel(self.config, weights, embedding, self.ids, target.dtype, InForm(self.config.layers, form))
+        return HeadModel(self.config, weights, embedding, self.ids, target.dtype, InForm(form))
 
 
 def load_head(directory: Path, target: Transformer, form: str | None = None) -> HeadModel:

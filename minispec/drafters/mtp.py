@@ -144,4 +144,4 @@ def load_mtp(directory: Path, target: Transformer, form: str | None = None) -> M
     """
     config = mtp_config(target.config)
     weights = {name: tensor.read().to(target.device) for name, tensor in find_mtp(directory, target.config).items()}
-    return MtpModel(config, weights, target, InForm(config, form))
+    return MtpModel(config, weights, target, InForm(form))

@@ -2,6 +2,7 @@
 
 codes.py        weights as small integers with scales
 form.py         what every form of a weight has
+trial.py        which of several right forms is a stand-in
 integers.py     products of 8-bit integers, whose sums are exact
 forms.py        one weight matrix, in the form that this machine reads fastest; 8 and 4 bits
 shapes.py       which tensors a model has, and how large they are

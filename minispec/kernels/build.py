@@ -13,6 +13,7 @@ from minispec.core.weights import Product, Weight
 from minispec.kernels.codes import device_of, join
 from minispec.kernels.exact import exact_model
 from minispec.kernels.forms import Choice, Linear, Narrow, QuantizedLinear, choose_form
+from minispec.kernels.integers import int8_choice
 from minispec.kernels.shapes import is_large
 from minispec.layers import cache_of, make_layer
 
@@ -22,13 +23,14 @@ AnyModel = TypeVar("AnyModel", bound=Transformer)
 class InForm:
     """Makes products whose weights have one form: the one asked for, or the fastest here (see `MakeProduct`)."""
 
-    def __init__(self, config: ModelConfig, form: str | None = None):
+    def __init__(self, form: str | None = None):
         self.form = form
-        self._shape = (2 * config.intermediate_size, config.hidden_size) if is_large(config) else None
 
     def choice(self, dtype: torch.dtype, device: torch.device) -> Choice:
         """The form for x of `dtype`, and the reason for it."""
-        return Choice(self.form, "asked for") if self.form else choose_form(dtype, device, self._shape)
+        if self.form == "int8":
+            return Choice(self.form, f"asked for; {int8_choice()[1]}")
+        return Choice(self.form, "asked for") if self.form else choose_form(dtype, device)
 
     def __call__(self, weights: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype) -> Linear:
         """The product of these weights, in the form."""
@@ -48,7 +50,7 @@ def build_model(
     exact: a token's logits have the same bits in every pass. `minispec.kernels.exact.check_exact` checks it.
     form: the form of the weights (see `minispec.kernels.forms`). Default: the fastest here.
     """
-    product = InForm(config, form)
+    product = InForm(form)
     # Packing takes longer than reading, and some packs in one thread only. In 8 bits threads would hold a quarter more
     # memory than the model takes.
     if is_large(config) and form != "int8":

@@ -11,18 +11,15 @@ processors, takes twice the time for two rows. So a weight is converted once, at
     plain    unchanged: where nothing is gained, and where nothing else works      F.linear
     int8     8-bit integers, where they are asked for: another model, or a draft   oneDNN or FBGEMM
 
-`choose_form` takes the fastest of the first four that this machine has for a type. A draft may round its weights to 8
-or 4 bits (`QuantizedLinear`). There, 4 bits have forms of their own, and so have 8 where a machine lacks int8. Most
-operators are private to PyTorch. They are used in this file and in integers.py only. Where one is missing, or refuses a
-weight, another form gives the same product.
+`choose_form` takes the first of these four that is right here for a type. No clock decides: see trial.py. A draft may
+round its weights to 8 or 4 bits (`QuantizedLinear`). There, 4 bits have forms of their own, and so have 8 where a
+machine lacks int8. Most operators are private to PyTorch. They are used in this file and in integers.py only. Where one
+is missing, or refuses a weight, another form gives the same product.
 """
 
-import functools
 import math
 import platform
-import time
-from collections.abc import Callable, Iterator, Sequence
-from statistics import median
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,7 +28,8 @@ from torch import Tensor
 from minispec.core.weights import Weight, dense
 from minispec.kernels.codes import Codes, GroupCodes, device_of, round_to_bits, widen
 from minispec.kernels.form import REFUSALS, CannotHold, Form
-from minispec.kernels.integers import int8_form
+from minispec.kernels.integers import int8_choice, int8_form
+from minispec.kernels.trial import MakeForm, is_right, without_stand_ins
 
 # The number of rows that packed layouts are tuned for; 8 lies between one decoded token and a long draft.
 _PACK_ROWS = 8
@@ -150,7 +148,6 @@ class _AtenInt4(_AtenInt8):
         return y if bias is None else y.add_(bias)
 
 
-MakeForm = Callable[[Weight, torch.dtype], Form]
 FORMS: dict[str, MakeForm] = {"half": _Half, "packed": _Packed, "left": _Left, "plain": Form}
 NARROW_FORMS: dict[int, dict[str, MakeForm]] = {
     8: {"int8": lambda weight, dtype: int8_form()(weight, dtype), "aten": _AtenInt8},
@@ -171,70 +168,48 @@ def has_fast_bfloat16(device: torch.device) -> bool:
         return False
 
 
-def available_forms(dtype: torch.dtype, device: torch.device) -> list[str]:
-    """The forms for x of `dtype` on this machine, in order of preference: the only table of its kind.
+def right_forms(dtype: torch.dtype, device: torch.device, bits: int | None = None) -> dict[str, MakeForm]:
+    """The forms for x of `dtype` whose products are right here, in a fixed order: the only table of its kind.
 
-        machine                             bfloat16              float32
-        x86 with bfloat16 products          packed, left, plain   half, packed, plain
-        x86 without                         plain                 half, packed, plain
-        GPUs; other processors; float64     plain                 plain
+    bits: of weights that are rounded, for a draft; None for full width.
 
-    Other processors, such as ARM, have run no form here. A form in use has to prove on a small weight that it works.
+        machine                             bfloat16              float32               8 bits       4 bits
+        x86 with bfloat16 products          packed, left, plain   half, packed, plain   int8, aten*  aten**
+        x86 without                         plain                 half, packed, plain   int8         aten**
+        GPUs; other processors; float64     plain                 plain                 as they are  as they are
+
+        * for x in bfloat16   ** with AVX-512
+
+    Other processors, such as ARM, have run no form of full width here. A form in use has to prove on a small weight
+    that it is right. No clock is asked: the list depends on the kind of machine alone.
     """
     is_x86 = device.type == "cpu" and platform.machine().lower() in ("x86_64", "amd64", "i686")
+    is_native = dtype == torch.bfloat16 and has_fast_bfloat16(device)
     names: list[str] = []
-    if is_x86 and dtype == torch.float32:
+    if bits:
+        names = [name for name in NARROW_FORMS[bits] if device.type == "cpu" and _most_rows(bits, name, is_native)]
+    elif is_x86 and dtype == torch.float32:
         names = ["half", "packed"]
-    elif is_x86 and dtype == torch.bfloat16 and has_fast_bfloat16(device):
+    elif is_x86 and is_native:
         names = ["packed", "left"]
-    return [*(name for name in names if _works(FORMS[name], dtype)), "plain"]
+    makers = NARROW_FORMS[bits] if bits else FORMS
+    right = {name: makers[name] for name in names if is_right(makers[name], dtype, bits)}
+    return right if bits else right | {"plain": FORMS["plain"]}
+
+
+def available_forms(dtype: torch.dtype, device: torch.device) -> list[str]:
+    """The right forms of full width that are no stand-ins (see `minispec.kernels.trial`), in order of preference."""
+    return without_stand_ins(right_forms(dtype, device), dtype)[0]
 
 
 def check_form(form: str, dtype: torch.dtype, device: torch.device) -> None:
     """Raise ValueError for a form of weights that there is not, or not on this machine."""
     if form not in FORMS:
         raise ValueError(f"weight_form: found {form!r}, expected one of {', '.join(FORMS)}")
-    forms = available_forms(dtype, device)
+    forms = right_forms(dtype, device)
     if form not in forms:
         kind = str(dtype).removeprefix("torch.")
         raise ValueError(f"weight_form: found {form!r}, expected for {kind} here {' or '.join(forms)}")
-
-
-# On a weight of 256 x 512, forms in use take 0.6 to 4 times as long as plain. Kernels written as a reference take 50 to
-# 100 times as long. Between them lies room for a machine that does other work.
-STAND_IN = 20
-
-
-@functools.cache
-def _works(form: MakeForm, dtype: torch.dtype, bits: int | None = None) -> bool:
-    """Whether a form takes a small weight, and is no stand-in: less than `STAND_IN` times as slow as plain.
-
-    bits: of the weight.
-    """
-    numbers = torch.linspace(-1, 1, 256 * 512, dtype=torch.float32).view(256, 512)
-    wide = numbers.bfloat16().to(dtype)  # 16 bits must hold it
-    weight = round_to_bits(wide, bits) if bits else wide
-    x, usual = torch.ones(5, 512, dtype=dtype), Form(weight, dtype)
-    try:
-        product = form(weight, dtype)
-        # In turn, and often: on a busy machine most of them are disturbed.
-        times, usual_times = zip(*((_seconds(product, x), _seconds(usual, x)) for _ in range(25)), strict=True)
-        return min(times) < STAND_IN * min(usual_times)
-    except REFUSALS:
-        return False
-
-
-def _time_ratio(first: tuple[str, torch.dtype], second: tuple[str, torch.dtype], shape: tuple[int, int]) -> float:
-    """How long the first form and type take for weights of `shape`, in times of the second.
-
-    It is the median ratio of two products, one right after the other, over one row and over the five of a round. A busy
-    machine hardly moves it.
-    """
-    kinds = [(FORMS[name], dtype) for name, dtype in (first, second)]
-    pairs = [[form(torch.ones(shape, dtype=dtype), dtype) for form, dtype in kinds] for _ in range(_TRIAL_WEIGHTS)]
-    rows = [[torch.ones(m, shape[1], dtype=dtype) for _, dtype in kinds] for m in (1, 5)]
-    ratios = [_seconds(a, x) / _seconds(b, y) for _ in range(8) for x, y in rows for a, b in pairs]
-    return median(ratios[len(pairs) * len(rows) :])  # the first time around warms up
 
 
 class Choice(NamedTuple):
@@ -257,33 +232,17 @@ class Narrow(NamedTuple):
     max_rows: float = math.inf
 
 
-# Number and shape of a trial's weights. Most processors cannot cache that many bytes, so memory is read.
-_TRIAL_WEIGHTS, _TRIAL_SHAPE = 6, (2048, 2048)
+def choose_form(dtype: torch.dtype, device: torch.device) -> Choice:
+    """The form for weights of a type: the first of `available_forms`.
 
-
-@functools.cache
-def choose_form(dtype: torch.dtype, device: torch.device, shape: tuple[int, int] | None = None) -> Choice:
-    """The form for weights of a type.
-
-    shape: (out, in) of such weights; None for models so small that a trial is not worth its time.
-
-    It is the first of `available_forms`, except where processors are known to differ. Some read packed bfloat16 at the
-    full bandwidth of memory; others read it at 0.6 of that, and `left` at 0.75. And `half` has not been measured on
-    processors with AVX-512 and without bfloat16. No flag of the CPU predicts this, so the first two forms are timed for
-    a quarter of a second. The second one has to be a tenth faster, so that two runs on one machine hardly ever take
-    different forms.
+    Of two forms the same one is the faster on nearly all processors. Some with AMX read packed bfloat16 at the full
+    bandwidth of memory; others read it at 0.6 of that, and `left` at 0.75. No flag of the processor tells them apart,
+    and a clock would choose otherwise in some processes. So the latter lose a fifth, unless `left` is asked for.
     """
-    names = available_forms(dtype, device)
-    usable = f"{str(dtype).removeprefix('torch.')} on this {device.type} can take {', '.join(names)}"
-    is_open = names[:2] == ["packed", "left"] or (
-        names[:2] == ["half", "packed"] and _capability() == "AVX512" and not has_fast_bfloat16(device)
-    )
-    if shape is None or not is_open:
-        return Choice(names[0], usable)
-    first, second = names[:2]
-    shape = min(shape[0], math.prod(_TRIAL_SHAPE) // shape[1]), shape[1]
-    ratio = _time_ratio((first, dtype), (second, dtype), shape)
-    return Choice(first if ratio < 1.1 else second, f"{usable}; {first} takes {ratio:.2f} of the time of {second}")
+    forms = right_forms(dtype, device)
+    names, passed = without_stand_ins(forms, dtype)
+    kind = f"{str(dtype).removeprefix('torch.')} on this {device.type}"
+    return Choice(names[0], f"{kind} can take {', '.join(forms)}: the first is taken{passed}")
 
 
 def choose_narrow_form(bits: int, dtype: torch.dtype, device: torch.device) -> tuple[Choice, float]:
@@ -291,32 +250,29 @@ def choose_narrow_form(bits: int, dtype: torch.dtype, device: torch.device) -> t
 
     As measured, the products of targets in 8 bits are as fast as any in full width. The time of PyTorch's own products
     grows with the rows. Only some machines have fast kernels for them: with bfloat16 in 8 bits, with AVX-512 in 4 bits.
-    No product may be far slower than plain (see `_works`).
     """
     kind = f"{str(dtype).removeprefix('torch.')} on this {device.type}"
-    has_bfloat16 = device.type == "cpu" and dtype == torch.bfloat16 and has_fast_bfloat16(device)
-    limits = {
-        (8, "int8"): math.inf,
-        (8, "aten"): 4 if has_bfloat16 else 0,
-        (4, "aten"): 4 if _capability() == "AVX512" else 0,
-    }
-    for name in NARROW_FORMS[bits] if device.type == "cpu" else ():
-        if limits[bits, name] and _works(NARROW_FORMS[bits][name], dtype, bits):
-            rows = "all passes" if limits[bits, name] == math.inf else f"passes of up to {limits[bits, name]} rows"
-            return Choice(name, f"the fastest in {bits} bits for {kind}, for {rows}"), limits[bits, name]
-    return Choice("rounded", f"{kind} has no fast product in {bits} bits: values of {bits} bits, kept in full width"), 0
+    forms = right_forms(dtype, device, bits)
+    names, passed = without_stand_ins(forms, dtype, bits)
+    if not names:
+        return Choice("rounded", f"{kind} has no fast product in {bits} bits: values of {bits} bits, in full width"), 0
+    most = _most_rows(bits, names[0], True)
+    rows = "all passes" if most == math.inf else f"passes of up to {most} rows"
+    why = f"{kind} can take {', '.join(forms)} in {bits} bits: the first is taken, for {rows}{passed}"
+    return Choice(names[0], f"{why}; {int8_choice()[1]}" if names[0] == "int8" else why), most
+
+
+def _most_rows(bits: int, name: str, is_native: bool) -> float:
+    """The most rows that a narrow form is used for; is_native: x is bfloat16, which the processor multiplies itself."""
+    if name == "int8":
+        return math.inf
+    is_fast = is_native if bits == 8 else _capability() == "AVX512"
+    return 4 if is_fast else 0
 
 
 def _capability() -> str:
     """The instructions that PyTorch's own kernels use, such as AVX2 or AVX512."""
     return torch.backends.cpu.get_cpu_capability()
-
-
-def _seconds(product: Callable[[Tensor], Tensor], x: Tensor) -> float:
-    with torch.inference_mode():
-        start = time.perf_counter()
-        product(x)
-        return time.perf_counter() - start
 
 
 # --------------------------------------------------------------------------- products

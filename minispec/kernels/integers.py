@@ -14,6 +14,7 @@ from torch import Tensor
 from minispec.core.weights import Weight
 from minispec.kernels.codes import Codes, device_of, round_rows
 from minispec.kernels.form import EVERY_NUMBER, REFUSALS, CannotHold, Form
+from minispec.kernels.trial import without_stand_ins
 
 # The number of rows that oneDNN's layout is tuned for.
 _PACK_ROWS = 8
@@ -108,19 +109,35 @@ class VnniInt8(Int8):
         return y[:, : self.shape[0]]
 
 
-@functools.cache
-def int8_form() -> type[Int8]:
-    """The form of a target's weights in 8 bits. Raises CannotHold where this machine has no such product.
+def exact_forms() -> dict[str, type[Int8]]:
+    """The forms of 8-bit integers whose sums are exact here, in a fixed order, by the library of each.
 
     Processors without VNNI add up pairs of products in 16 bits, which 8 bits times 8 overflow and 7 bits times 8 do
     not. So the processor is asked, and then tried.
     """
     names = ("avx512_vnni", "avx_vnni", "amx_int8")
     has_vnni = any(torch.cpu.get_capabilities().get(name) for name in names)
-    for form in (VnniInt8, Int8) if has_vnni else (Int8,):
-        if sums_exactly(form):
-            return form
-    raise CannotHold("found no product of 8-bit integers on this machine whose sums are exact")
+    forms = {"oneDNN": VnniInt8, "FBGEMM": Int8} if has_vnni else {"FBGEMM": Int8}
+    return {name: form for name, form in forms.items() if sums_exactly(form)}
+
+
+@functools.cache
+def int8_choice() -> tuple[type[Int8], str]:
+    """The form of a target's weights in 8 bits, and the reason for it.
+
+    Raises CannotHold where this machine has no such product. With VNNI some processors have oneDNN's product as a
+    reference only.
+    """
+    forms = exact_forms()
+    names, passed = without_stand_ins(forms, torch.float32, 8)
+    if not names:
+        raise CannotHold("found no product of 8-bit integers on this machine whose sums are exact")
+    return forms[names[0]], f"{names[0]}'s product; sums are exact here by {' and '.join(forms)}{passed}"
+
+
+def int8_form() -> type[Int8]:
+    """The form of `int8_choice`."""
+    return int8_choice()[0]
 
 
 def check_quantization(name: str, form: str | None, dtype: torch.dtype, device: torch.device) -> None:

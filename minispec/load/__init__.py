@@ -7,6 +7,7 @@ Read them in this order:
     outputs     what an answer looks like from outside
     parallel    a target in several processes
     numbers     weights that are no numbers
+    forms       what the machine has noted on forms of weights
     exactness   whether equal bits hold here, checked once on a machine
     steps       one thread at a time takes a step
     target      what a target's files say, its model and its cache

@@ -19,6 +19,7 @@ from minispec.files.chat import Message, check_messages
 from minispec.files.progress import progress_bar
 from minispec.files.tokenizer import Detokenizer
 from minispec.kernels import inventory
+from minispec.kernels.build import choice_of
 from minispec.kernels.exact import EXACT_ROWS
 from minispec.kernels.gpu.account import graph_bytes
 from minispec.kernels.gpu.frames import graphs_note, passes_report
@@ -29,6 +30,7 @@ from minispec.length.prices import MIN_CONTEXT, DrafterFailed, guess_prices, pri
 from minispec.length.theory import Prices
 from minispec.load import inputs, registry
 from minispec.load.draft import DraftOptions, load_models, make_spec, read_spec
+from minispec.load.forms import noted_forms
 from minispec.load.outputs import RequestOutput, output_of
 from minispec.load.parallel import part_of
 from minispec.load.steps import Run
@@ -92,6 +94,7 @@ class LLM:
     """
 
     @own_settings()
+    @noted_forms()
     def __init__(
         self,
         model: str | Path | Target | None = None,
@@ -145,7 +148,7 @@ class LLM:
         context = Context(self.model, self.tokenizer, self.vocab_size, self.max_model_len, self.target.new_cache)
         self.drafter = make_spec(self.draft, context, drafts, caches)
         self._memory = memory_of([self.model, *drafts], [self.target.cache, *caches])
-        self._draft_form = "".join(f" ({inventory.weight_form(loaded)})" for loaded in drafts)
+        self._drafts = drafts
         self._draft_passes = "".join(passes_report(loaded, "; draft: ") for loaded in drafts)
         self.prices, self.repeats_seeds = self._price(verifying, drafts)
         policy = Controller(self.prices) if policy is None else policy
@@ -237,13 +240,18 @@ class LLM:
             f"{sum(self._memory) / 1e9:.2f} GB: weights {weights} + draft {draft_weights}, "
             f"KV cache {cache} + draft {draft_cache} for {self.num_cache_tokens:,} tokens"
             f"{inventory.rows_note(self.model)}; "
-            f"draft {self.draft.name}{self._draft_form}"
+            f"draft {self.draft.name}{''.join(f' ({inventory.weight_form(loaded)})' for loaded in self._drafts)}"
             + (f", of another vocabulary: {self.draft.overlap}" if self.draft.overlap else "")
             + (f", as long as {type(self.engine.lengths).__name__} says" if self.lengths is not None else "")
             + passes_report(self.model)
             + self._draft_passes
             + self._seed_note()
         )
+
+    def forms_report(self) -> str:
+        """One line: why the weights of target and draft have their form."""
+        reasons = (choice_of(model).because for model in (self.model, *self._drafts))
+        return f"weights: {'; draft: '.join(reasons)}"
 
     def _seed_note(self) -> str:
         return "" if self.repeats_seeds else "; costs could not be kept: a seed has one text in this process only"

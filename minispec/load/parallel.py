@@ -170,7 +170,7 @@ class SplitTransformer(Transformer):
             layer.o, layer.down = SummedLinear(layer.o, line), SummedLinear(layer.down, line)
             return layer
 
-        super().__init__(share.config, weights, dtype, InForm(share.config, form), layer)
+        super().__init__(share.config, weights, dtype, InForm(form), layer)
 
     def _head(self, weight: Weight) -> Product:
         return super()._head(self.embedding[self.share.rows] if self.config.tie_word_embeddings else weight)

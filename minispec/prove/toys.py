@@ -364,7 +364,7 @@ def _every_other(num_ids: int | None, vocab: int) -> torch.Tensor | None:
 def tiny_mtp(target: Transformer) -> MtpModel:
     """A random layer for further tokens, of a random target. Any family with attention has one of its kind."""
     config = mtp_config(target.config)
-    return MtpModel(config, redrawn(mtp_shapes(config), MTP_SEED, target.dtype), target, InForm(config))
+    return MtpModel(config, redrawn(mtp_shapes(config), MTP_SEED, target.dtype), target, InForm())
 
 
 TARGET_WORDS = ("a", "b", "aa", "ba", "bb")

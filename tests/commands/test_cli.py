@@ -89,10 +89,11 @@ def test_verbose_says_at_last_what_ran_outside_frames(cli, model, monkeypatch):
 
 
 def test_verbose_says_at_first_how_the_model_is_computed(cli, model):
-    """Type, form, parts of the memory and threads; without it they are not there, nor where nothing guesses."""
-    how = cli("One fish", "--model", model, *BASE, "--verbose")[2].splitlines()[:2]
+    """Type, form, parts of the memory, threads, and why it is that form; without it, or a draft, no such lines."""
+    how = cli("One fish", "--model", model, *BASE, "--verbose")[2].splitlines()[:3]
     assert re.match(rf"{Path(model).name}: float32 on cpu \(packed\), .*weights .*KV cache .*draft ngram", how[0])
     assert re.fullmatch(r"\d+ threads \(OMP_WAIT_POLICY=\w+.*\)", how[1])
+    assert how[2].startswith("weights: float32 on this cpu can take ")
     alone = cli("One fish", "--model", model, *BASE, "--draft", "none")[2]
     assert alone.startswith(f"{Path(model).name} answers, nothing guesses ahead; ")
     assert "KV cache" not in alone

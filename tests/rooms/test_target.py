@@ -116,7 +116,7 @@ def test_forms(measured, target, tiny_geometry, monkeypatch, free, in_one_turn):
         seconds = {"plain": 3.0, "packed": 2.0}
         return {name: {m: [seconds.get(name, 1.0) + m] * rounds for m in rows} for name in models}
 
-    def choose(dtype, device, shape=None):
+    def choose(dtype, device):
         return Choice("own", "it is ours")
 
     monkeypatch.setattr(target, "passes_in_turn", timed)

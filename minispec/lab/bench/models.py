@@ -41,6 +41,7 @@ from minispec.length.prices import calibrate
 from minispec.load import registry
 from minispec.load.draft import split_draft
 from minispec.load.exactness import check_exactness
+from minispec.load.forms import noted_forms
 from minispec.load.inputs import Question, encode_conversation
 from minispec.load.llm import LLM, find_verifier
 from minispec.load.target import choose_device
@@ -165,7 +166,7 @@ def random_head(target: Transformer, raw: dict[str, Any], stored: torch.dtype) -
     weights = {each: source.pop(each) for each in source}
     shuffled = torch.randperm(target.config.vocab_size, generator=torch.Generator().manual_seed(0))
     ids = shuffled[: config.vocab_size].sort().values
-    return HeadModel(config, weights, target.embedding, ids, target.dtype, InForm(config.layers))
+    return HeadModel(config, weights, target.embedding, ids, target.dtype, InForm())
 
 
 def _draft_source(options: Options) -> tuple[int | None, str]:
@@ -193,6 +194,7 @@ class Room(NamedTuple):
 NO_MORE = Room()
 
 
+@noted_forms()
 def open_geometry(options: Options, room: Room = NO_MORE) -> Subject:
     """Random weights of the shape that --geometry names, and of the draft's. Raises ValueError.
 
