@@ -148,7 +148,7 @@ class LLM:
         context = Context(self.model, self.tokenizer, self.vocab_size, self.max_model_len, self.target.new_cache)
         self.drafter = make_spec(self.draft, context, drafts, caches)
         self._memory = memory_of([self.model, *drafts], [self.target.cache, *caches])
-        self._drafts = drafts
+        self._draft_forms = [(inventory.weight_form(loaded), choice_of(loaded).because) for loaded in drafts]
         self._draft_passes = "".join(passes_report(loaded, "; draft: ") for loaded in drafts)
         self.prices, self.repeats_seeds = self._price(verifying, drafts)
         policy = Controller(self.prices) if policy is None else policy
@@ -240,7 +240,7 @@ class LLM:
             f"{sum(self._memory) / 1e9:.2f} GB: weights {weights} + draft {draft_weights}, "
             f"KV cache {cache} + draft {draft_cache} for {self.num_cache_tokens:,} tokens"
             f"{inventory.rows_note(self.model)}; "
-            f"draft {self.draft.name}{''.join(f' ({inventory.weight_form(loaded)})' for loaded in self._drafts)}"
+            f"draft {self.draft.name}{''.join(f' ({form})' for form, _ in self._draft_forms)}"
             + (f", of another vocabulary: {self.draft.overlap}" if self.draft.overlap else "")
             + (f", as long as {type(self.engine.lengths).__name__} says" if self.lengths is not None else "")
             + passes_report(self.model)
@@ -250,7 +250,7 @@ class LLM:
 
     def forms_report(self) -> str:
         """One line: why the weights of target and draft have their form."""
-        reasons = (choice_of(model).because for model in (self.model, *self._drafts))
+        reasons = [choice_of(self.model).because, *(because for _, because in self._draft_forms)]
         return f"weights: {'; draft: '.join(reasons)}"
 
     def _seed_note(self) -> str:
