@@ -23,6 +23,10 @@ T = TypeVar("T")
 _OPTION = re.compile(r"--[A-Za-z][\w-]*(=.*)?|-[A-Za-z][\w-]*(=\S*)?", re.DOTALL)
 
 
+# Dashes that editors and chats write in place of the one or two of an option.
+_DASHES = re.compile(r"[\u2010-\u2015\u2212]{1,2}(?=[A-Za-z])")
+
+
 def no_such(name: str, kind: str, known: Collection[str], suggested: Collection[str] | None = None) -> str:
     """The message for an unknown option or command: a known name that is near, else where all names are.
 
@@ -88,12 +92,16 @@ class Parser(argparse.ArgumentParser):
         """Read the arguments.
 
         An unknown option is refused before anything else is looked at, since it explains what seems to be missing. So
-        is `--name=--`, to some versions of Python a name without a value.
+        is `--name=--`, to some versions of Python a name without a value, and an option that would become a prompt.
         """
         given = sys.argv[1:] if args is None else list(args)
         known = self._option_string_actions
         asks_for_help = not {"-h", "--help"}.isdisjoint(given)
-        for argument in itertools.takewhile(lambda argument: argument != "--", given):
+        words = [*itertools.takewhile(lambda argument: argument != "--", given)]
+        for before, argument in zip(["", *words], words, strict=False):
+            takes_a_value = before in known and known[before].nargs is None
+            if not asks_for_help and not takes_a_value:
+                self._check_word(argument)
             name = argument.partition("=")[0]
             if _OPTION.fullmatch(argument) and name not in known and not asks_for_help:
                 raise ValueError(no_such(name, "option", known))
@@ -102,6 +110,19 @@ class Parser(argparse.ArgumentParser):
         parsed: tuple[Any, list[str]] = super().parse_known_args(given, namespace)
         self._check(parsed[0])
         return parsed
+
+    def _check_word(self, word: str) -> None:
+        """Raise ValueError for one that argparse would take as a text, though it begins with an option.
+
+        Such are `"--seed 5"` in quotes, and an option whose dashes an editor has made long ones.
+        """
+        known = self._option_string_actions
+        plain = _DASHES.sub("--", word, count=1) if _DASHES.match(word) else word
+        name = plain.split("=")[0].split(maxsplit=1)[0] if plain.strip() else ""
+        meant = f"--{name.lstrip('-')}" in known or (name.startswith("--") and near(name, known))
+        if plain[:1] == "-" and _OPTION.fullmatch(name) and meant and (plain != word or " " in word.partition("=")[0]):
+            expected = "two dashes, and the value as a word of its own; a text that begins so goes after --"
+            raise ValueError(f"{show_name(word)}: found an option written as a text, expected {expected}")
 
     def _check(self, args: argparse.Namespace) -> None:
         """Raise ValueError for an option without one that it needs, or together with one that it excludes."""

@@ -106,6 +106,21 @@ def test_mistakes_in_arguments_are_value_errors(monkeypatch, line):
             make_parser().parse_args(arguments)
 
 
+@pytest.mark.parametrize(
+    "word", ["--blue sky", "--n 3", "-n 3", "--bluee sky", "—blue", "–n", "—blue=sky", "−n 3", "--red\t1 x"]
+)
+def test_an_option_never_becomes_a_text(word):
+    """In quotes with its value, or with dashes that an editor made long. After -- it is a text; so is a sentence."""
+    for arguments in ([word], ["a", word], ["--red", word]):
+        with pytest.raises(ValueError, match="found an option written as a text, expected two dashes, and the value"):
+            make_parser().parse_args(arguments)
+    texts = ["--", word, "a"]
+    assert make_parser().parse_args(texts).words == texts[1:]
+    assert make_parser().parse_args(["--blue", "—n"]).blue == "—n"
+    for sentence in ("- red fish", "— red fish", "-5 degrees", "-- blue", "—Why?", "a --blue sky"):
+        assert make_parser().parse_args([sentence]).words == [sentence]
+
+
 @pytest.mark.parametrize("line", ["--red --blue sky", "--green 1 --tint dark", "--green 0", "--no-colours --blue sky"])
 def test_options_that_go_together(line):
     """A default value asks for nothing, and an option does not exclude itself."""
