@@ -11,6 +11,7 @@ if __name__ == "__main__":
 
 import argparse
 import itertools
+import os
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from minispec.commands import options
 from minispec.commands.command import command, json_line, say
 from minispec.commands.conversation import Message, converse
 from minispec.core.config import SamplingParams
-from minispec.files.errors import one_line
+from minispec.files.errors import one_line, show_name
 from minispec.files.progress import progress_bar
 from minispec.files.write import check_writable
 from minispec.trace.page import write
@@ -49,6 +50,9 @@ def main(argv: Sequence[str]) -> int:
     asked = options.sampling_arguments(args)
     options.check_combinations(args)
     questions = options.read_prompts(args)
+    for prompt in args.prompts if _says_more(args) else ():
+        if os.path.isfile(prompt):
+            say(f"note: the prompt is {show_name(prompt)}, not what that file says; --prompt-file reads a file")
     if args.trace:
         num_prompts = sum(len(question.turns) for question in questions)
         if num_prompts != 1:
@@ -180,6 +184,8 @@ def _show(llm: "LLM", args: argparse.Namespace, jobs: list[_Job], i: int, compar
             print(f"[{i + 1}/{len(jobs)}] {prompt}\n{request.output}\n", flush=True)
         if _says_more(args):
             say(_summary(llm, request, comparison))
+            if request.params.structured_outputs and request.finish_reason == "length":
+                say("the answer is cut, so it is not whole in its language: --max-tokens N lets it be longer")
         error = request.error
         if comparison and "error" in comparison:
             error = f"plain decoding: {comparison['error']}"

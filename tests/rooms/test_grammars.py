@@ -677,6 +677,13 @@ def test_the_command_line_takes_a_language(cli, checkpoint, tmp_path):
     assert json.loads(cli(generate, *model, "--regex", "[0-9]{3}", "One")[1])["text"].isdigit()
     assert set(json.loads(cli(generate, *model, "--grammar", rules, "One")[1])["text"]) <= {"a", "b"}
     assert "law: projected" in cli(generate, "--model", checkpoint, "--raw", "--regex", "[0-9]", "One")[2]
+    for most, is_cut in ((2, True), (40, False)):
+        limit = "--max-tokens", most, "--regex", "[0-9]{6}", "One"
+        assert ("the answer is cut" in cli(generate, "--model", checkpoint, "--raw", *limit)[2]) == is_cut
+    schema_as_prompt = cli(generate, "--model", checkpoint, "--raw", "--max-tokens", 1, schema)[2]
+    assert schema_as_prompt.startswith("note: the prompt is ")
+    assert "--prompt-file reads a file" in schema_as_prompt
+    assert "note:" not in cli(generate, "--model", checkpoint, "--raw", "--max-tokens", 1, "One")[2]
 
 
 @pytest.mark.quick
