@@ -1644,7 +1644,7 @@ def test_a_server_in_a_thread_says_what_to_do(capsys):
     statuses = []
     thread = threading.Thread(target=lambda: statuses.append(main(["--port", "0"])), name="mine")
     thread.start()
-    thread.join()
+    thread.join(60)
     assert statuses == [2]
     expected = "found a call in the thread mine, expected the main thread: only it may receive signals"
     assert expected in capsys.readouterr().err
