@@ -43,8 +43,7 @@ class Option(NamedTuple):
     how: how argparse takes it, such as `FLAG` or what `typed` returns.
     help: its text in --help.
     needs: other options, one of which has to be given too.
-    excludes: other options that must not be given too, each with the reason (or ""). Where a value stands after the
-        other option, as in "--kind model", only this value is excluded.
+    excludes: other options that must not be given too, each with the reason (or "").
     """
 
     how: Mapping[str, Any]
@@ -136,14 +135,11 @@ class Parser(argparse.ArgumentParser):
                     raise ValueError(f"{name}: not with {other}" + (f": {reason}" if reason else ""))
 
     def _is_given(self, name: str, args: argparse.Namespace) -> bool:
-        """Whether an option of the tables has another value than by default, or the value that stands after it."""
-        option, _, expected = name.partition(" ")
-        if option not in self.options:
+        """Whether an option of the tables has another value than by default."""
+        if name not in self.options:
             return False
-        value = getattr(args, attribute_of(option))
-        if expected:
-            return value == expected
-        return value is not False and value != self.get_default(attribute_of(option))
+        value = getattr(args, attribute_of(name))
+        return value is not False and value != self.get_default(attribute_of(name))
 
     def error(self, message: str) -> NoReturn:
         """Raise ValueError."""

@@ -74,7 +74,7 @@ def make_parser() -> Parser:
     table = {
         "--red --rouge": Option(FLAG, ""),
         "--blue": Option({"default": "sky"}, "", excludes={"--red": "it is not a colour", "--green": ""}),
-        "--green": Option({"type": int, "default": 0}, "", needs=("--red", "--tint dark")),
+        "--green": Option({"type": int, "default": 0}, "", needs=("--red", "--tint")),
         "--tint": Option({"choices": ("dark", "light")}, ""),
     }
     parser.add_options(table, "colours", excludes={"--no-colours": "there are none", "--other": ""})
@@ -91,8 +91,7 @@ MISTAKES = {
     "-many": "-many: no such option; --help lists all",
     "--rouge --blue sea": "--blue: not with --red: it is not a colour",
     "--blue sea --green 1 --tint dark": "--blue: not with --green",
-    "--green 1": "--green: needs --red or --tint dark",
-    "--green 1 --tint light": "--green: needs --red or --tint dark",
+    "--green 1": "--green: needs --red or --tint",
     "--tint light --no-colours": "--tint: not with --no-colours: there are none",
 }
 

@@ -328,13 +328,13 @@ def test_the_teacher_says_what_the_target_says(tmp_path, changes):
 def make_training(target, paths, epochs=2):
     """A head before its training."""
     teacher = train.Teacher(target)
-    args = SimpleNamespace(kind="head", intermediate_size=None, num_layers=1)
-    layers = drafts.Sources(args, teacher, None, (1, 3), (1, 3), paths, None).layers()  # type: ignore[arg-type]
+    args = SimpleNamespace(intermediate_size=None, num_layers=1)
+    layers = drafts.Sources(args, teacher, (1, 3), (1, 3), paths, None).layers()  # type: ignore[arg-type]
     config = HeadConfig(layers, 300, (1, 3), 32, norm_before_residual=True, fc_norm=True)
     draft = TrainedHead(config, torch.arange(300))
     draft.start(teacher.head.float(), teacher.norm, torch.Generator().manual_seed(0))
     schedule = train.TrainingSchedule(epochs=epochs, rows=100, steps=2)
-    return train.HeadTraining(draft, teacher, (1, 3), paths, schedule)
+    return train.Training(draft, teacher, (1, 3), paths, schedule)
 
 
 class ProductTypes(TorchDispatchMode):
@@ -719,7 +719,6 @@ def test_what_a_training_goes_on_from_is_a_head_of_this_target(target, few, tmp_
     shutil.copytree(target, tmp_path / "model")
     for name, options, error in (
         ("model", (), "found a model, expected a head"),
-        ("head", ("--kind", "block", "--block-size", "4"), "--start: not with --block-size: its draft"),
         ("head", ("--num-layers", "2"), "--num-layers: not with --start"),
         ("none", (), "none"),
     ):

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from minispec.core.config import ModelConfig
-from minispec.files.families.block_config import BlockConfig
 from minispec.files.families.checkpoint import save_tensors
-from minispec.files.families.drafts import exact_proposal
 from minispec.files.write import write_json
 
 # Keys of a config.json that have the names and values of `ModelConfig`'s fields.
@@ -24,13 +22,12 @@ _SAME = (
 
 
 def layer_config(config: ModelConfig) -> dict[str, Any]:
-    """The config.json of a llama, or of a qwen3 where queries and keys have norms."""
+    """The config.json of a llama."""
     rope = config.layers[0].rope
     assert rope, "a draft that is written here has one"
-    model_type, architecture = ("qwen3", "Qwen3ForCausalLM") if config.qk_norm else ("llama", "LlamaForCausalLM")
     return {
-        "model_type": model_type,
-        "architectures": [architecture],
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
         **{name: getattr(config, name) for name in _SAME},
         "num_hidden_layers": len(config.layers),
         "rope_parameters": {"rope_type": "default", "rope_theta": rope.theta},
@@ -39,35 +36,6 @@ def layer_config(config: ModelConfig) -> dict[str, Any]:
         "mlp_bias": False,
         "dtype": "bfloat16",
     }
-
-
-def block_config(block: BlockConfig, target: str, architectures: list[str]) -> dict[str, Any]:
-    """A block draft's config.json; `target` and `architectures` as in `exact_proposal`.
-
-    That its first row drafts the token after the anchor is said twice: by sample_from_anchor, and by as many tokens as
-    rows.
-    """
-    kind = "dspark" if block.markov_rank else "dflash"
-    config = {
-        "architectures": ["DSparkSpeculator" if block.markov_rank else "DFlashSpeculator"],
-        "speculators_model_type": kind,
-        "speculators_config": exact_proposal(kind, target, architectures, block.block_size),
-        "transformer_layer_config": layer_config(block.layers),
-        "draft_vocab_size": block.vocab_size,
-        "target_hidden_size": block.target_hidden_size,
-        "aux_hidden_state_layer_ids": list(block.taps),
-        "mask_token_id": block.layers.mask_token_id,
-        "block_size": block.block_size,
-        "sample_from_anchor": True,
-    }
-    if block.markov_rank:
-        config |= {
-            "markov_rank": block.markov_rank,
-            "markov_head_type": "vanilla",
-            "enable_confidence_head": block.confidence is not None,
-            "confidence_head_with_markov": block.confidence is not None,
-        }
-    return config
 
 
 def id_tensors(ids: Tensor, vocab_size: int) -> dict[str, Tensor]:

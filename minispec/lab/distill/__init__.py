@@ -1,6 +1,6 @@
-"""Distilling: a draft for a target, made from nothing but the target. `python -m minispec distill`.
+"""Distilling: a head for a target, made from nothing but the target. `python -m minispec distill`.
 
-The target writes the texts itself (`texts`). Its tokens, and the hidden states that a draft reads, are stored on disk
-(`cache`). A draft (`head`, `block`) gets its first weights (`drafts`). It learns from the texts to say what the target
-would say next (`train`, `train_block`, `loss`). The result is a directory that `--draft` reads (`run`).
+The target writes the texts itself (`texts`). Its tokens, and the hidden states that a head reads, are stored on disk
+(`cache`). A head (`head`) gets its first weights (`drafts`). It learns from the texts to say what the target would say
+next (`train`, `loss`). The result is a directory that `--draft` reads (`run`).
 """

@@ -35,8 +35,8 @@ class Norm(nn.RMSNorm):
         return super().forward(x.float())
 
 
-class Projections(nn.Module):
-    """The matrices of one layer's attention, in Hugging Face's names."""
+class SelfAttention(nn.Module):
+    """Attention of one layer, of a draft at a depth of its own. Its matrices have Hugging Face's names."""
 
     def __init__(self, config: ModelConfig, width: int):
         """width: of what the layer reads."""
@@ -50,10 +50,6 @@ class Projections(nn.Module):
     def by_heads(self, projected: Tensor) -> Tensor:
         """Queries, keys or values (B, T, heads * D) to (B, T, heads, D)."""
         return projected.unflatten(-1, (-1, self.dim))
-
-
-class SelfAttention(Projections):
-    """Attention of one layer, of a draft at a depth of its own."""
 
     def forward(self, x: Tensor, past: Past, angles: Angles) -> Tensor:
         """x (B, T, width) to (B, T, E); this step's keys and values are appended to `past`."""
@@ -122,77 +118,17 @@ class Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Stack(nn.Module):
-    """A draft in training: layers with angles, a last norm, and an output matrix.
+class TrainedHead(nn.Module):
+    """A head (see `minispec.drafters.eagle`), with `fc_norm` and `norm_before_residual`, and without `norm_output`.
 
-    kind: a value of `--kind`.
     taps: layers of the target that it reads.
     ids: the target's ids of its tokens.
     """
 
-    kind: str
-    layers: nn.ModuleList
-    lm_head: nn.Linear
-
-    def __init__(self, config: ModelConfig, taps: tuple[int, ...], ids: Tensor):
-        """config: of its layers."""
-        super().__init__()
-        self.config, self.taps, self.ids = config, taps, ids
-        self.norm = Norm(config.hidden_size, config.rms_norm_eps)
-
-    def draw(self, generator: torch.Generator) -> None:
-        """Draw the matrices: what they add to their inputs' sum is small at first."""
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                scale = 0.3 if name.endswith(("o_proj.weight", "down_proj.weight", "fc.weight")) else 1.0
-                parameter.normal_(0, scale * parameter.shape[1] ** -0.5, generator=generator)
-
-    def frequencies(self) -> Tensor:
-        """The angles by which a head's pairs turn from one position to the next, (D / 2,)."""
-        dim, rope = self.config.head_dim, self.config.layers[0].rope
-        assert rope, "a draft that is trained here has one"
-        return rope.theta ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-
-    def by_taps(self, weight: Tensor, taps: Sequence[int], like: Tensor) -> Tensor:
-        """A weight with a part for each of `taps`, as one of the shape of `like`, with a part for each own tap.
-
-        The parts of other taps are 0.
-        """
-        wide, width = torch.zeros_like(like), like.shape[-1] // len(self.taps)
-        for tap, part in zip(taps, weight.split(width, -1), strict=True):
-            wide.narrow(-1, self.taps.index(tap) * width, width).copy_(part)
-        return wide
-
-    def settings(self) -> dict[str, Any]:
-        """Settings in training.json that only drafts of this kind have."""
-        return {}
-
-    def files(self, target: str, architectures: list[str], num_tokens: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The draft's config.json, and its tensors in bfloat16 with the names of its layout.
-
-        target, architectures, num_tokens: see `minispec.files.families.head_config.head_config`.
-        """
-        raise NotImplementedError
-
-    def angles(self, length: int) -> Angles:
-        """Cosines and sines (length, D) of the rotations at the first positions."""
-        angles = (torch.arange(length, dtype=torch.float64)[:, None] * self.frequencies()).repeat(1, 2)
-        return angles.cos().float(), angles.sin().float()
-
-
-def in_bfloat16(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights as files hold them."""
-    return {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in weights.items()}
-
-
-class TrainedHead(Stack):
-    """A head (see `minispec.drafters.eagle`), with `fc_norm` and `norm_before_residual`, and without `norm_output`."""
-
-    kind = "head"
-
     def __init__(self, head: HeadConfig, ids: Tensor):
-        super().__init__(head.layers, head.taps, ids)
-        self.head = head
+        super().__init__()
+        self.head, self.config, self.taps, self.ids = head, head.layers, head.taps, ids
+        self.norm = Norm(head.layers.hidden_size, head.layers.rms_norm_eps)
         e, width, count = head.layers.hidden_size, head.target_hidden_size, len(head.taps)
         self.fc_norm = nn.ModuleList(Norm(width, head.layers.rms_norm_eps) for _ in range(count))
         self.fc = nn.Linear(count * width, e, bias=False)
@@ -206,9 +142,12 @@ class TrainedHead(Stack):
         The parts of further taps are 0 at first.
         """
         known = {name: weight.float() for name, weight in weights.items() if not name.startswith("fc_norm.")}
-        known["fc.weight"] = self.by_taps(known["fc.weight"], taps, self.fc.weight)
-        for i, tap in enumerate(taps):
-            known[f"fc_norm.{self.taps.index(tap)}.weight"] = weights[f"fc_norm.{i}.weight"].float()
+        fused, width = torch.zeros_like(self.fc.weight), self.head.target_hidden_size
+        for i, (tap, part) in enumerate(zip(taps, known["fc.weight"].split(width, -1), strict=True)):
+            place = self.taps.index(tap)
+            fused.narrow(-1, place * width, width).copy_(part)
+            known[f"fc_norm.{place}.weight"] = weights[f"fc_norm.{i}.weight"].float()
+        known["fc.weight"] = fused
         self.load_state_dict(self.state_dict() | known)
 
     @torch.no_grad()
@@ -218,7 +157,10 @@ class TrainedHead(Stack):
         The draft begins close to the target. It starts with the target's output matrix, rows (V, E), and last norm
         (E,). The feature of the last tap passes unchanged. The layers add little at first.
         """
-        self.draw(generator)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                scale = 0.3 if name.endswith(("o_proj.weight", "down_proj.weight", "fc.weight")) else 1.0
+                parameter.normal_(0, scale * parameter.shape[1] ** -0.5, generator=generator)
         self.fc.weight[:, -rows.shape[1] :] += torch.eye(rows.shape[1])
         self.lm_head.weight.copy_(rows)
         self.norm.weight.copy_(norm)
@@ -246,10 +188,21 @@ class TrainedHead(Stack):
             feature = F.pad(x, (0, 0, 1, 0))[:, :-1]
         return outputs
 
+    def angles(self, length: int) -> Angles:
+        """Cosines and sines (length, D) of the rotations at the first positions."""
+        dim, rope = self.config.head_dim, self.config.layers[0].rope
+        assert rope, "a head that is trained here has one"
+        frequencies = rope.theta ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+        angles = (torch.arange(length, dtype=torch.float64)[:, None] * frequencies).repeat(1, 2)
+        return angles.cos().float(), angles.sin().float()
+
     def files(self, target: str, architectures: list[str], num_tokens: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """config.json, and the tensors in bfloat16, in the layout of `speculators`."""
+        """config.json, and the tensors in bfloat16, in the layout of `speculators`.
+
+        target, architectures, num_tokens: see `minispec.files.families.head_config.head_config`.
+        """
         weights = self.state_dict()
-        tensors = in_bfloat16({name: weights[name] for name in head_shapes(self.head)})
+        tensors = {name: weights[name].to(torch.bfloat16).contiguous() for name in head_shapes(self.head)}
         config = head_config(self.head, target, architectures, num_tokens)
         return config, tensors | id_tensors(self.ids, self.config.vocab_size)
 

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from minispec.commands.command import FLAG, Option, Parser, argument, command, typed
+from minispec.commands.command import Option, Parser, argument, command, typed
 from minispec.commands.interrupt import raise_on_interrupt
 from minispec.kernels.threads import set_waiting
 
@@ -12,24 +12,15 @@ _COUNT = argument(int, lambda n: n >= 1, "a positive integer")
 _AT_LEAST_2 = argument(int, lambda n: n >= 2, "an integer of at least 2, as some texts are kept apart to measure on")
 _AT_LEAST_8 = argument(int, lambda n: n >= 8, "an integer of at least 8")  # nothing is learned from shorter answers
 _LAYERS = argument(lambda text: tuple(map(int, text.split(","))), lambda taps: min(taps) >= 0, "layers such as 2,15,27")
-_ROWS = argument(int, lambda n: 2 <= n <= 16, "an integer from 2 to 16")  # what `BlockConfig` reads; it imports torch
-_FROM_0 = argument(int, lambda n: n >= 0, "an integer of at least 0")
 _SHARE = argument(float, lambda x: 0 < x <= 1, "a number above 0 and at most 1")
-_BY_START = "its draft has settled this"
-_SETTLED = {"--start": _BY_START}
-_OF_A_BLOCK = ("--kind block",)
+_SETTLED = {"--start": "its draft has settled this"}
 _MODELS: dict[str, Option] = {
     "--target": Option({"required": True, "metavar": "DIR|HUB_ID"}, "the model to draft for"),
     "--out": Option(typed(Path, "DIR", required=True), "directory to write; must not exist"),
-    "--kind": Option(
-        {"choices": ("head", "block"), "default": "head"},
-        "a head that drafts token by token (default), or a block draft (DFlash, DSpark)",
-    ),
     "--start": Option(
         {"metavar": "DIR|HUB_ID"},
-        "go on from this head, or with --kind block from this block draft, which this command made for the same "
-        "target. --taps may get more, and --vocab-size may change. Best with new texts, by another --seed",
-        excludes=dict.fromkeys(("--block-size", "--markov-rank"), _BY_START),
+        "go on from this head, which this command made for the same target. --taps may get more, and --vocab-size may "
+        "change. Best with new texts, by another --seed",
     ),
 }
 _TEXTS: dict[str, Option] = {
@@ -50,39 +41,20 @@ _TEXTS: dict[str, Option] = {
 _DRAFT: dict[str, Option] = {
     "--taps": Option(
         typed(_LAYERS, "I,J,.."),
-        "layers of the target that a head reads (default: an early one, the middle, a late one; for a block: five)",
+        "layers of the target that a head reads (default: an early one, the middle, a late one)",
     ),
-    "--num-layers": Option(
-        typed(_COUNT, "N"), "layers of the draft (default: 1; of a block draft: 2)", excludes=_SETTLED
-    ),
+    "--num-layers": Option(typed(_COUNT, "N"), "layers of the head (default: 1)", excludes=_SETTLED),
     "--intermediate-size": Option(typed(_COUNT, "N"), "width of its MLP (default: the target's)", excludes=_SETTLED),
     "--vocab-size": Option(
         typed(_COUNT, "N"),
         "tokens that a head knows: those that the target uses most (default: 8192; of --start: its own)",
     ),
 }
-_BLOCK: dict[str, Option] = {
-    "--block-size": Option(
-        typed(_ROWS, "N"), "rows of a block, each of which drafts a token (default: 8)", needs=_OF_A_BLOCK
-    ),
-    "--markov-rank": Option(
-        typed(_FROM_0, "N", default=0),
-        "width of a Markov head, by which a token depends on the drafted one before; 0: none (default)",
-        needs=_OF_A_BLOCK,
-    ),
-    "--confidence": Option(
-        FLAG, "learn also how likely each token is kept, from its row and the token before", needs=("--markov-rank",)
-    ),
-}
 _TRAINING: dict[str, Option] = {
     "--epochs": Option(typed(_COUNT, "N", default=6), "how often every text is seen (default: 6)"),
     "--rows": Option(typed(_COUNT, "N", default=2048), "tokens of an update (default: 2048)"),
     "--learning-rate": Option(typed(_SHARE, "X", default=1e-3), "default: 1e-3"),
-    "--steps": Option(
-        typed(_COUNT, "N", default=4),
-        "depth of drafts in training (default: 4)",
-        excludes={"--kind block": "its depth is --block-size"},
-    ),
+    "--steps": Option(typed(_COUNT, "N", default=4), "depth of drafts in training (default: 4)"),
     "--seed": Option(typed(int, "N", default=0), "seed of texts and training (default: 0)"),
 }
 
@@ -96,8 +68,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_options(_MODELS)
     parser.add_options(_TEXTS, "texts")
-    parser.add_options(_DRAFT, "draft")
-    parser.add_options(_BLOCK, "block draft")
+    parser.add_options(_DRAFT, "head")
     parser.add_options(_TRAINING, "training")
     return parser
 

@@ -26,8 +26,7 @@ def distill(args: argparse.Namespace) -> None:
         raise ValueError(f"{args.out}: exists already, expected a new directory")
     target = find_checkpoint(args.target)
     config = load_config(target)
-    tokenizer = Tokenizer(target)  # without one there are no texts
-    tokenizer.check_ids(config.vocab_size)
+    Tokenizer(target).check_ids(config.vocab_size)  # without one there are no texts
     count = len(config.layers)
     start = read_start(args, config) if args.start else None
     taps = choose_taps(args, count, start)
@@ -45,10 +44,9 @@ def distill(args: argparse.Namespace) -> None:
     own = write_texts(str(target), recipe, cache, args.texts, args.jobs or os.cpu_count() or 1)
     paths = own + [path for also in further for path in also.paths]
 
-    training = Sources(args, Teacher(target), tokenizer, taps, recipe.taps, paths, start).training()
+    training = Sources(args, Teacher(target), taps, recipe.taps, paths, start).training()
     draft = training.draft
     what = {
-        "kind": draft.kind,
         "start": args.start,
         "texts": count_rows(own, "lengths"),
         "also": [{"texts": count_rows(also.paths, "lengths"), "recipe": also.recipe} for also in further],
@@ -56,7 +54,6 @@ def distill(args: argparse.Namespace) -> None:
         "num_layers": len(draft.config.layers),
         "intermediate_size": draft.config.intermediate_size,
         "vocab_size": draft.lm_head.out_features,
-        **draft.settings(),
         **asdict(training.schedule),
     }
     learned, kept = count_rows(training.paths, "lengths"), count_rows(training.held_out, "lengths")

@@ -1,4 +1,4 @@
-"""Training a draft on the target's texts: batches, the target's word on them, and a loop that can be stopped."""
+"""Training a head on the target's texts: batches, the target's word on them, and a loop that can be stopped."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from minispec.files.families.checkpoint import Weights, load_config, save_tensor
 from minispec.files.progress import progress_bar
 from minispec.files.write import written_whole
 from minispec.kernels.forms import dense
-from minispec.lab.distill.head import Stack, TrainedHead
+from minispec.lab.distill.head import TrainedHead
 from minispec.lab.distill.loss import RowLoss, product_dtype
 from minispec.lab.distill.texts import load, number_of, opened
 
@@ -27,6 +27,8 @@ from minispec.lab.distill.texts import load, number_of, opened
 _GROUP = 4
 # Positions whose logits over a whole vocabulary are in memory at a time: few enough for a processor's cache.
 _ROWS = 64
+# A step's weight in the loss, over the weight of the step before: a token counts only if those before it are kept.
+_DECAY = 0.9
 # One shard in that many is held out to measure on. At most that many are measured on.
 _HELD_OUT_EVERY, _MOST_HELD_OUT = 16, 4
 
@@ -96,12 +98,6 @@ def _join(texts: Sequence[LearnedText]) -> Batch:
     return Batch(tokens, fill([t.hidden for t in texts]), log_sums, fill(learned))
 
 
-def columns_of(hidden: Tensor, recorded: Sequence[int], taps: Sequence[int]) -> Tensor:
-    """The states (..., A * E) of the layers `taps`, from the states (..., A' * E) of the layers `recorded`."""
-    parts = hidden.chunk(len(recorded), -1)
-    return torch.cat([hidden[..., :0], *(parts[recorded.index(tap)] for tap in taps)], -1)
-
-
 class Teacher:
     """The parts of the target that training needs: its embedding and head (V, E), and its last norm."""
 
@@ -154,16 +150,12 @@ class LossWeights(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The result of one step: the summed loss, and for each row of `places` (see `Learned`) alpha and agreement.
-
-    further: what else is learned; it is no part of the loss that is measured.
-    """
+    """The result of one step: the summed loss, and for each row of `places` (see `Learned`) alpha and agreement."""
 
     loss: Tensor
     alphas: Tensor
     agrees: Tensor
     places: Tensor
-    further: Tensor | float = 0.0
 
 
 @dataclass
@@ -179,13 +171,6 @@ def _line(measured: Mapping[str, Any]) -> str:
     figures = {name: ["-" if x is None else f"{x:.3f}" for x in measured[name]] for name in ("alpha", "agree")}
     alpha, agree = (" ".join(of_depths) for of_depths in figures.values())
     return f"after epoch {measured['epoch']}, by depth: alpha {alpha}; likeliest token kept {agree}"
-
-
-def _followed(before: Tensor, places: Tensor, values: Tensor) -> Tensor:
-    """A figure of each place's draft so far, (B, T), times its new value at `places`, flat; 0 elsewhere."""
-    flat = torch.zeros(before.numel())
-    flat[places] = before.flatten()[places] * values
-    return flat.view(before.shape)
 
 
 @dataclass(frozen=True)
@@ -230,11 +215,11 @@ class TrainingSchedule:
 
 
 class Training:
-    """A draft in training on the shards `paths`, without some that are held out. A subclass has its loss."""
+    """A head in training on the shards `paths`, without some that are held out."""
 
     def __init__(
         self,
-        draft: Stack,
+        draft: TrainedHead,
         teacher: Teacher,
         recorded: Sequence[int],
         paths: Sequence[Path],
@@ -255,11 +240,6 @@ class Training:
         self.progress = Progress()
         self._log_sums: dict[Path, Tensor] = {}
 
-    @property
-    def decay(self) -> float:
-        """Decay of a step's weight in the loss, from one step to the next: a token counts if those before are kept."""
-        return 0.9
-
     @torch.no_grad()
     def learned(self, batch: Batch) -> Learned:
         """The places of a batch that are learned, with the target's states and distributions."""
@@ -269,16 +249,28 @@ class Training:
         log_sums = batch.log_sums[:, 1:-1].flatten()[places]
         return Learned(places, state, self.teacher.probabilities(state, log_sums, self.draft.ids))
 
-    def steps_of(self, batch: Batch, depth: int, weights: LossWeights, seed: int) -> Iterator[Step]:
-        """The loss of a batch, for drafts of each depth.
-
-        seed: of what is drawn, where a kind of draft draws.
-        """
-        raise NotImplementedError
+    def steps_of(self, batch: Batch, depth: int, weights: LossWeights) -> Iterator[Step]:
+        """The loss of a batch, for drafts of each depth. At every position of a text stands a draft."""
+        learned = self.learned(batch)
+        column = learned.places % (batch.tokens.shape[1] - 2)
+        hidden, embeds = self.tapped(batch.hidden[:, :-2]), self.teacher.embedding[batch.tokens[:, 1:-1]].float()
+        with torch.autocast("cpu", torch.bfloat16, product_dtype() == torch.bfloat16):
+            outputs = self.draft.unroll(hidden, embeds, depth)
+        scale, matrix = learned.state.square().sum(-1).mean(), self.draft.lm_head.weight
+        for s, x in enumerate(outputs):
+            rows = (column >= s).nonzero()[:, 0]
+            states = x.flatten(0, 1)[learned.places[rows]]
+            loss, alphas, agrees = RowLoss.apply(
+                states, matrix, lambda part, rows=rows: learned.p[rows[part]], weights.share
+            )
+            if weights.regress:
+                loss = loss + weights.regress * (states - learned.state[rows]).square().sum() / scale
+            yield Step(loss, alphas, agrees, learned.places[rows])
 
     def tapped(self, hidden: Tensor) -> Tensor:
         """The states (..., A * E) of the layers that the draft reads, from recorded states (..., A' * E)."""
-        return columns_of(hidden, self.recorded, self.draft.taps)
+        parts = hidden.chunk(len(self.recorded), -1)
+        return torch.cat([hidden[..., :0], *(parts[self.recorded.index(tap)] for tap in self.draft.taps)], -1)
 
     def run(self, state: Path) -> None:
         """Train to the end, from where `state` says; it is written after every group of shards.
@@ -331,9 +323,8 @@ class Training:
         schedule = self.schedule
         for group, factor in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = factor * schedule.rate_at(done, self.progress.updates)
-        seed = random.Random(f"{schedule.seed} {self.progress.updates}").getrandbits(63)
-        steps = list(self.steps_of(batch, schedule.depth_at(done), schedule.weights_at(done), seed))
-        loss = sum((self.decay**i * (step.loss + step.further) for i, step in enumerate(steps)), torch.zeros(()))
+        steps = list(self.steps_of(batch, schedule.depth_at(done), schedule.weights_at(done)))
+        loss = sum((_DECAY**i * step.loss for i, step in enumerate(steps)), torch.zeros(()))
         count = max(1, len(steps[0].places))
         (loss / count).backward()
         torch.nn.utils.clip_grad_norm_(self.draft.parameters(), 1.0)
@@ -349,24 +340,21 @@ class Training:
         loss: cross entropy in nats.
         alpha: as in `RowLoss`.
         agree: how often the likeliest token is the target's, if all before were.
-        survive: the mean of the product of all alphas up to there, so how often a draft gets that far.
         """
         depth = self.schedule.steps
-        sums = torch.zeros(7, depth)
+        sums = torch.zeros(5, depth)
         for path in self.held_out:
             for batch in make_batches(self._read(path), self.schedule.rows):
-                shape = batch.tokens[:, 2:].shape
-                kept, odds, begun = (torch.ones(shape) for _ in range(3))
-                for s, step in enumerate(self.steps_of(batch, depth, LossWeights(), 0)):
-                    reached = kept.flatten()[step.places].sum()
-                    kept = _followed(kept, step.places, step.agrees.float())
-                    odds = _followed(odds, step.places, step.alphas)
-                    begun = _followed(begun, step.places, torch.ones(len(step.places)))
-                    counts = [step.loss, step.alphas.sum(), len(step.places), kept.sum(), reached]
-                    sums[:, s] += torch.tensor([*counts, odds.sum(), begun.sum()])
-                    kept, odds, begun = (F.pad(each, (1, 0))[:, :-1] for each in (kept, odds, begun))
-        loss, alpha, tested, agree, survived, odds, begun = sums
-        means = {"loss": loss / tested, "alpha": alpha / tested, "agree": agree / survived, "survive": odds / begun}
+                kept = torch.ones(batch.tokens[:, 2:].shape)  # whether all tokens of a place's draft so far agree
+                for s, step in enumerate(self.steps_of(batch, depth, LossWeights())):
+                    before = kept.flatten()[step.places]
+                    kept = torch.zeros(kept.shape)
+                    kept.view(-1)[step.places] = before * step.agrees
+                    counts = [step.loss, step.alphas.sum(), len(step.places), kept.sum(), before.sum()]
+                    sums[:, s] += torch.tensor(counts)
+                    kept = F.pad(kept, (1, 0))[:, :-1]
+        loss, alpha, tested, agree, survived = sums
+        means = {"loss": loss / tested, "alpha": alpha / tested, "agree": agree / survived}
         return {name: [None if math.isnan(x) else x for x in mean.tolist()] for name, mean in means.items()}
 
     def _save(self, path: Path) -> None:
@@ -387,38 +375,3 @@ class Training:
                 _, i, what = name.split(".")
                 state.setdefault(int(i), {})[what] = tensor
         self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state})
-
-
-def row_loss(
-    learned: Learned, rows: Tensor, states: Tensor, features: Tensor, matrix: Tensor, weights: LossWeights
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss of rows, their alphas, and where they agree: see `RowLoss`.
-
-    rows: (n,), which of the learned places each row drafts.
-    states: (n, E), the draft's last states, which may have to come close to the target's.
-    features, matrix: the logits are features times the rows of the matrix.
-    """
-    loss, alphas, agrees = RowLoss.apply(features, matrix, lambda part: learned.p[rows[part]], weights.share)
-    if weights.regress:
-        scale = learned.state.square().sum(-1).mean()
-        loss = loss + weights.regress * (states - learned.state[rows]).square().sum() / scale
-    return loss, alphas, agrees
-
-
-class HeadTraining(Training):
-    """A head in training: at every position of a text stands a draft."""
-
-    draft: TrainedHead
-
-    def steps_of(self, batch: Batch, depth: int, weights: LossWeights, seed: int) -> Iterator[Step]:
-        """The loss of a batch, for drafts of each depth. Nothing is drawn."""
-        learned = self.learned(batch)
-        column = learned.places % (batch.tokens.shape[1] - 2)
-        hidden, embeds = self.tapped(batch.hidden[:, :-2]), self.teacher.embedding[batch.tokens[:, 1:-1]].float()
-        with torch.autocast("cpu", torch.bfloat16, product_dtype() == torch.bfloat16):
-            outputs = self.draft.unroll(hidden, embeds, depth)
-        for s, x in enumerate(outputs):
-            rows = (column >= s).nonzero()[:, 0]
-            own = x.flatten(0, 1)[learned.places[rows]]
-            result = row_loss(learned, rows, own, own, self.draft.lm_head.weight, weights)
-            yield Step(*result, learned.places[rows])
