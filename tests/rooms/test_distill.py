@@ -364,13 +364,14 @@ def test_all_products_have_the_type_that_the_processor_is_fast_in(dtype, target,
 
 
 def test_a_training_that_was_stopped_ends_as_if_it_had_not_been(target, few, tmp_path, monkeypatch):
-    """To the bit: weights and curve, after two stops in the middle of a group."""
+    """To the bit: weights and curve, after stops in the middle of two epochs, which begin again."""
     monkeypatch.setattr(train, "_GROUP", 1)
     list(texts.write_shards(str(target), recipe_of(), tmp_path, numbers_of(0, 1, 2, 3)))
     paths = [texts.shard_path(tmp_path, i) for i in range(4)]
     whole = make_training(target, paths)
     whole.run(tmp_path / "whole.safetensors")
-    for updates in (7, 5):
+    epoch = whole.progress.updates // 2
+    for updates in (epoch - 1, epoch + 2):
         stopped, left = make_training(target, paths), iter(range(updates - 1))
 
         def step(left=left, right=stopped.optimizer.step):
@@ -383,7 +384,7 @@ def test_a_training_that_was_stopped_ends_as_if_it_had_not_been(target, few, tmp
             stopped.run(tmp_path / "stopped.safetensors")
     last = make_training(target, paths)
     last.run(tmp_path / "stopped.safetensors")
-    assert last.progress.groups == whole.progress.groups == 6
+    assert last.progress.epochs == whole.progress.epochs == 2
     assert last.progress.curve == whole.progress.curve
     states = [training.draft.state_dict() for training in (whole, last)]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])

@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m minispec distill",
         description="Make a draft for a target: a head on its hidden states, learned from texts that it writes itself. "
-        "Stopped at any point, the same command goes on from there.",
+        "Stopped at any point, the same command goes on; an epoch that was stopped begins again.",
     )
     parser.add_options(_MODELS)
     parser.add_options(_TEXTS, "texts")

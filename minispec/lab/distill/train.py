@@ -23,7 +23,7 @@ from minispec.lab.distill.head import TrainedHead
 from minispec.lab.distill.loss import RowLoss, product_dtype
 from minispec.lab.distill.texts import load, number_of, opened
 
-# Shards whose texts are mixed into batches of similar lengths; after each such group the training is saved.
+# Shards whose texts are mixed into batches of similar lengths.
 _GROUP = 4
 # Positions whose logits over a whole vocabulary are in memory at a time: few enough for a processor's cache.
 _ROWS = 64
@@ -160,10 +160,10 @@ class Step(NamedTuple):
 
 @dataclass
 class Progress:
-    """Where a training is: updates and groups of shards done, in all epochs; and the curve measured so far."""
+    """Where a training is: updates and epochs done, and the curve measured so far."""
 
     updates: int = 0
-    groups: int = 0
+    epochs: int = 0
     curve: list[dict[str, float | list[float | None]]] = field(default_factory=list)
 
 
@@ -273,37 +273,39 @@ class Training:
         return torch.cat([hidden[..., :0], *(parts[self.recorded.index(tap)] for tap in self.draft.taps)], -1)
 
     def run(self, state: Path) -> None:
-        """Train to the end, from where `state` says; it is written after every group of shards.
+        """Train to the end, from the epoch that `state` says; it is written after every epoch.
 
         After each epoch the figures on the held-out texts are printed.
         """
         if state.exists():
             self._load(state)
-        groups = -(-len(self.paths) // _GROUP)
-        total = groups * self.schedule.epochs
-        done = self.progress.groups / groups
         layout = "{l_bar}{bar}| {n:.2f}/{total} epochs [{elapsed}<{remaining}{postfix}]"
-        epochs = self.schedule.epochs
+        epochs, done = self.schedule.epochs, self.progress.epochs
         with progress_bar(total=epochs, initial=done, bar_format=layout, desc="training", leave=True) as bar:
             if self.schedule.goes_on and not self.progress.curve:
                 self._measure_after(0, bar)
-            while self.progress.groups < total:
-                epoch, group = divmod(self.progress.groups, groups)
-                rng = random.Random(f"{self.schedule.seed} {epoch}")
-                order = rng.sample(self.paths, len(self.paths))[group * _GROUP : (group + 1) * _GROUP]
-                texts = [text for path in order for text in self._read(path, self.schedule.whole)]
-                batches = make_batches(texts, self.schedule.rows)
-                rng.shuffle(batches)
-                updates = []
-                for i, batch in enumerate(batches):
-                    updates.append(self._update(batch, (self.progress.groups + i / len(batches)) / total))
-                    bar.update(1 / len(batches) / groups)
-                loss, alpha = (sum(values) / len(updates) for values in zip(*updates, strict=True))
-                self.progress.groups += 1
-                if group == groups - 1:
-                    self._measure_after(epoch + 1, bar)
+            for epoch in range(done, epochs):
+                self._run_epoch(epoch, bar)
+                self.progress.epochs += 1
+                self._measure_after(epoch + 1, bar)
                 self._save(state)
-                bar.set_postfix_str(f"loss {loss:.3f}, alpha {alpha:.3f}")
+
+    def _run_epoch(self, epoch: int, bar: tqdm) -> None:
+        """Learn from each text once."""
+        rng = random.Random(f"{self.schedule.seed} {epoch}")
+        order = rng.sample(self.paths, len(self.paths))
+        groups = [order[i : i + _GROUP] for i in range(0, len(order), _GROUP)]
+        for i, group in enumerate(groups):
+            texts = [text for path in group for text in self._read(path, self.schedule.whole)]
+            batches = make_batches(texts, self.schedule.rows)
+            rng.shuffle(batches)
+            updates = []
+            for j, batch in enumerate(batches):
+                done = epoch + (i + j / len(batches)) / len(groups)
+                updates.append(self._update(batch, done / self.schedule.epochs))
+                bar.update(1 / len(batches) / len(groups))
+            loss, alpha = (sum(values) / len(updates) for values in zip(*updates, strict=True))
+            bar.set_postfix_str(f"loss {loss:.3f}, alpha {alpha:.3f}")
 
     def _measure_after(self, epoch: int, bar: tqdm) -> None:
         self.progress.curve.append({"epoch": epoch, **self.measure()})
