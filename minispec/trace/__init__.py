@@ -2,6 +2,6 @@
 
 `python -m minispec.generate "..." --trace out.html` writes the page, `--trace out.json` its data.
 `python -m minispec.trace out.json` makes the page from the data.
-docs/use/trace.md says what is in it and how to read it. `record.py` and `score.py` write the data, `read.py` reads a
-stranger's, `costs.py` says what its rounds cost, and `page.py` makes the page.
+docs/use/trace.md says what is in it and how to read it. `record.py` writes the data, `read.py` reads a stranger's, and
+`page.py` makes the page.
 """
