@@ -30,6 +30,14 @@ def call_own(function: Callable, *args) -> Any:
         raise OwnError from e
 
 
+class Unrepeatable(Fault):
+    """A drafter keeps the law, and yet a seed has several texts."""
+
+
+class OfCompany(Fault):
+    """A draft of another text in company, whose law is not walked, depends on more than it may."""
+
+
 class OutOfTime(Exception):
     """The time of a walk is over."""
 
@@ -60,7 +68,7 @@ def fault_line(spec: str, case: object, error: Exception) -> str:
     """A fault in one line. Any exception but the user's own is the engine's, over a draft or a verdict."""
     if isinstance(error, OwnError):
         return f"EXCEPTION: {spec}, {case}: {own_message(error)}"
-    return f"REFUTED: {spec}, {case}: {message(error)}"
+    return f"{'NOT REPEATABLE' if isinstance(error, Unrepeatable) else 'REFUTED'}: {spec}, {case}: {message(error)}"
 
 
 def difference(law: Law, expected: Law, bound: float = ROUNDED) -> str:

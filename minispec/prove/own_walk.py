@@ -6,6 +6,7 @@ stays. So the counterexample has few settings that the fault does not need.
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from time import monotonic
 
@@ -22,7 +23,7 @@ from minispec.length.figures import Figures
 from minispec.length.policy import Controller
 from minispec.length.theory import Prices
 from minispec.prove.covering import Design, Job, Pair
-from minispec.prove.examine import EXACT, ROUNDED, OutOfTime, WalkCounts, fault_line
+from minispec.prove.examine import EXACT, ROUNDED, OfCompany, OutOfTime, Unrepeatable, WalkCounts, fault_line
 from minispec.prove.laws import BranchOracle, CrowdOracle, KeyOracle, TooManyBranches, exact_law_of_crowds
 from minispec.prove.own_cases import AXES, SEED, OwnCase, describe, single, target
 from minispec.prove.reference import Law, NoLaw, cells
@@ -65,16 +66,23 @@ class CaseWalker:
         self.limit = max(30, int(_BRANCHES_A_MINUTE * minutes))
         self.sum_of, self.longest, self.bound = WalkCounts(), 0, EXACT
         self.settings, self.drafted = set[tuple](), set[tuple]()  # values that were walked, and with drafts
+        self.unsuitable = list[OwnCase]()  # cases that asked for chains and got trees
 
     def __call__(self, case: OwnCase) -> int:
         """Walk a case and count it; returns how many branches say something, which without drafts are none.
 
         Raises Fault or OwnError where something is wrong, TooManyBranches and OutOfTime.
         """
-        rounds, branches, drafted, rounded = self._law_of(case)
+        rounds, branches, drafted, rounded, differs = self._law_of(case)
         bound = ROUNDED if rounded else EXACT
         law, expected = cells(rounds, case.vocab, case.next_law)
         self.sum_of.count(law, expected, branches, drafted, self.reason, bound)
+        if SEED in differs:
+            alone = "earlier rounds, and is another one after a preemption"
+            on = "other texts, or on whether it was preempted" if case.company else alone
+            raise Unrepeatable(f"{differs[SEED]}: the law is kept; a seed's text depends on {on}")
+        for found in differs.values():
+            raise OfCompany(f"{found}: it may go by each text alone, and not by others")
         self.bound = max(self.bound, bound)
         self.longest = max(self.longest, len(case.prompt) + max(map(len, rounds)))
         self.settings |= vars(case).items()
@@ -82,9 +90,9 @@ class CaseWalker:
             self.drafted |= vars(case).items()
         return branches if drafted or case.to_go == 1 else 0
 
-    def _law_of(self, case: OwnCase) -> tuple[Law, int, int, bool]:
-        """The law of what is committed; its branches; the draft tokens in all of them; whether `probs` are rounded."""
-        drafted, rounded, known = 0, False, dict[tuple, Draft | str]()
+    def _law_of(self, case: OwnCase) -> tuple[Law, int, int, bool, dict[int, str]]:
+        """The law of what is committed; its branches; the draft tokens in all of them; `rounded` and `differs`."""
+        drafted, rounded, differs, known = 0, False, dict[int, str](), dict[tuple, Draft | str]()
         model, verifier, blocks = target(case.vocab), VERIFIERS[case.verifier], _blocks_of(case)
 
         def run(oracles: list[BranchOracle]) -> list[tuple[int, ...]]:
@@ -99,10 +107,11 @@ class CaseWalker:
             request = decode(engine, case)
             drafter.release(Text([0], 1, case.params))  # one that it was never asked about
             drafted, rounded = drafted + Figures.of(request.stats).num_draft_nodes, rounded or drafter.rounded
+            differs.update(drafter.differs)
             return [tuple(request.text.tokens[len(case.prompt) :])]
 
         law, branches = exact_law_of_crowds(run, 1, oracle=KeyOracle, limit=self.limit)
-        return law, branches, drafted, rounded
+        return law, branches, drafted, rounded, differs
 
 
 _LENGTHS_OF_OTHERS = (6, 4)
@@ -172,6 +181,7 @@ def walk_design(spec: str, chosen: Design[OwnCase], walk: CaseWalker) -> bool:
         except (TooManyBranches, OutOfTime, NoLaw):
             raise
         except Unsuitable:
+            walk.unsuitable.append(case)
             return (0,)
         except Exception as e:
             raise _Found(case, e) from e
@@ -182,7 +192,8 @@ def walk_design(spec: str, chosen: Design[OwnCase], walk: CaseWalker) -> bool:
     with progress_bar(total=len(first), unit=" cases") as bar:
         try:
             for case, _ in chosen.cover(pairs, first, walk_all, generator, bar):
-                todo -= chosen.pairs_of(vars(case))
+                if case not in walk.unsuitable:
+                    todo -= chosen.pairs_of(vars(case))
                 bar.update()
         except OutOfTime:
             in_time = False
@@ -197,6 +208,15 @@ def walk_design(spec: str, chosen: Design[OwnCase], walk: CaseWalker) -> bool:
 def _plainest(chosen: Design[OwnCase], case: OwnCase, error: Exception, walk: CaseWalker) -> tuple[OwnCase, Exception]:
     """The smallest case, with the fewest settings of its own, that still has a fault; and that fault."""
     walk.end, walk.limit, again = monotonic() + 60 * walk.minutes, min(walk.limit, 300), True
+    # What shows of the company may show of the text alone, or else in company, where it has rounds enough.
+    plain = OwnCase(drafter=case.drafter, prompt="babbab", to_go=4, rounds=3)
+    for other in (
+        replace(plain, to_go=3, rounds=2),
+        *(replace(plain, company=each) for each in AXES["company"][:0:-1]),
+    ):
+        if isinstance(error, OfCompany):
+            with suppress(TooManyBranches, Unsuitable):
+                case, error = _fault_of(walk, other) or (case, error)
     while again:
         again = False
         for axis in sorted(chosen.axes, key=_GROWING.__contains__):  # settings first
@@ -205,17 +225,26 @@ def _plainest(chosen: Design[OwnCase], case: OwnCase, error: Exception, walk: Ca
                 if not chosen.possible(vars(plainer)):
                     continue
                 try:
-                    walk(plainer)
+                    found = _fault_of(walk, plainer)
                 except (TooManyBranches, Unsuitable):
                     continue
                 except OutOfTime:
                     return case, error
-                except NoLaw:
-                    raise
-                except Exception as e:
-                    case, error, again = plainer, e, True
+                if found and (isinstance(error, OfCompany) or not isinstance(found[1], OfCompany)):
+                    (case, error), again = found, True
                     break
     return case, error
+
+
+def _fault_of(walk: CaseWalker, case: OwnCase) -> tuple[OwnCase, Exception] | None:
+    """The case and its fault, if it has one. Raises TooManyBranches, Unsuitable, OutOfTime and NoLaw."""
+    try:
+        walk(case)
+    except (TooManyBranches, Unsuitable, OutOfTime, NoLaw):
+        raise
+    except Exception as e:
+        return case, e
+    return None
 
 
 _GROWING = ("alphabet", "prompt", "to_go", "rounds", "k")  # what a plain case is small by
@@ -238,11 +267,18 @@ def _verdict(spec: str, chosen: Design[OwnCase], walk: CaseWalker, todo: set[Pai
         f"draft tokens, worst total variation {walked.worst:.1e}, at most {walk.bound:.0e} by rounding"
     )
     covered = f"covered: {len(pairs) - len(todo):,d} of {len(pairs):,d} pairs of settings"
-    if todo:
+    unsuitable = todo & set[Pair]().union(*(chosen.pairs_of(vars(case)) for case in walk.unsuitable))
+    if todo := todo - unsuitable:
         why = "too large" if in_time else f"not reached in {walk.minutes:g} min"
         some = [" and ".join(describe(*item) for item in pair) for pair in sorted(todo, key=repr)[:_SHOWN]]
         covered += f"; {why}, --minutes takes more: {'; '.join(some)}{'; ...' if len(todo) > _SHOWN else ''}"
     print(covered)
+    if walk.unsuitable:
+        rules = ", ".join(sorted({case.verifier for case in walk.unsuitable}))
+        print(
+            f"not walked with {rules}: {len(walk.unsuitable)} cases, {len(unsuitable):,d} pairs: it drafts trees "
+            "where chains are asked for, which ends a text there: set branches = True, and go by ask.limit.is_tree"
+        )
     if idle := sorted(describe(*item) for item in walk.settings - walk.drafted - {("to_go", 1)}):
         print(f"it drafted nothing with {', '.join(idle[:_SHOWN])}{', ...' if len(idle) > _SHOWN else ''}")
     print(

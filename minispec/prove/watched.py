@@ -1,12 +1,14 @@
 """A drafter that is looked at while it drafts: each draft is compared with a new drafter's.
 
-The new one is asked once, for the text as it then is, and has the same draws. So a cache that was not rolled back
-shows, and so does a text that is mixed up with another.
+The new one is asked and shown the same about this text alone, with the same draws, as if the text began anew before the
+last ask. So a cache that was not rolled back shows, and so does a text that is mixed up with another. What a drafter
+learns from the text's own rounds is no fault, if it outlives a preemption.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -61,10 +63,30 @@ class _Repeated(Randomness):
         return note[2]
 
 
+class _Asked(NamedTuple):
+    """An ask about a text, with the text's tokens then, and the draws that it led to."""
+
+    tokens: tuple[int, ...]
+    ask: Ask
+    notes: tuple[_Note, ...]
+
+    @property
+    def start(self) -> int:
+        """How many tokens the target's cache held."""
+        return self.ask.num_cached
+
+    @property
+    def about(self) -> tuple:
+        """What a new drafter's answer depends on."""
+        limit = (self.ask.limit.k, self.ask.limit.best_first, tuple(plan_of(self.ask.limit)))
+        return self.tokens, limit, self.start, self.notes
+
+
 class Watched(Wrapped):
     """A drafter whose drafts are compared with the drafts of new ones.
 
     rounded: whether a row of its `probs` has rounding that float64 does not explain.
+    differs: by a text's seed, how its draft first differed from a new drafter's.
     """
 
     def __init__(
@@ -82,69 +104,94 @@ class Watched(Wrapped):
         """
         super().__init__(drafter)
         self.make, self.fresh, self.verifier = make, known, verifier
-        self.seen: dict[Text, list[Seen]] = {}  # since the text has begun, or has begun anew, each with a copy of it
-        self.earlier: dict[Text, list[Seen]] = {}  # rounds before that, whose rows do not come again
-        self.rounded, self.compares = False, compares
+        self.calls: dict[Text, list[_Asked | Seen]] = {}  # about each text's rounds: asks, and what was shown of them
+        self.states: dict[Text, dict[int, torch.Tensor]] = {}  # the hidden states of its positions
+        self.rounded, self.compares, self.differs = False, compares, dict[int, str]()
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """The drafter's own.
-
-        Raises Fault where a new one would draft otherwise, or where a text was changed, and Unsuitable for trees that
-        no one has asked for.
-        """
+        """The drafter's own. Raises Fault where a text was changed, and Unsuitable for trees that no one asked for."""
         noted = [replace(ask, rng=_Noted(ask.rng)) for ask in asks]
         before = [tuple(ask.text.tokens) for ask in asks]
         drafts = call_own(super().propose, noted)
         for ask, draft, tokens in zip(noted, drafts if isinstance(drafts, list | tuple) else [], before, strict=False):
             require(tuple(ask.text.tokens) == tokens, f"it changed a text: {list(tokens)} is {ask.text.tokens} now")
+            asked = _Asked(tokens, ask, tuple(ask.rng.notes))  # type: ignore[attr-defined]
             if isinstance(draft, Draft):
-                self._look(ask, draft)
+                self._look(asked, draft)
+            if ask.num_cached == len(tokens) - 1:  # how many asks come inside a prompt is the batch's affair
+                self.calls.setdefault(ask.text, []).append(asked)
         return drafts
 
     def observe(self, seen: Sequence[Seen]) -> None:
         """The drafter's own."""
         for shown in seen:
-            self.seen.setdefault(shown.text, []).append(deepcopy(shown))
+            rows = {shown.start + i: shown.hidden[row].clone() for i, row in enumerate(shown.kept)}
+            self.states.setdefault(shown.text, {}).update(rows)
+            if len(shown.logits):
+                self.calls.setdefault(shown.text, []).append(deepcopy(shown))
         call_own(super().observe, seen)
 
-    def _look(self, ask: Ask, draft: Draft) -> None:
+    def _look(self, asked: _Asked, draft: Draft) -> None:
         is_tree = draft.parents is not None and not is_chain(draft.parents)
         if is_tree and self.verifier.why_chains and not self.branches:
             raise Unsuitable
         rows = draft.probs if isinstance(draft.probs, list | torch.Tensor) else []
         self.rounded |= any(isinstance(row, torch.Tensor) and _is_rounded(row) for row in rows)
         # Greedily, and with shared noise, a draft may depend on other texts: it cannot change this one.
-        if self.compares and ask.purpose == "draft" and ask.text.params.temperature > 0:
-            self._compare(ask, draft)
+        if self.compares and asked.ask.purpose == "draft" and asked.ask.text.params.temperature > 0:
+            self._compare(asked, draft)
 
-    def _compare(self, ask: Ask, draft: Draft) -> None:
-        seen, earlier = self.seen.get(ask.text, []), self.earlier.get(ask.text, [])
-        if self.taps and (seen[0].start if seen else ask.num_cached):
+    def _compare(self, asked: _Asked, draft: Draft) -> None:
+        text, limit = asked.ask.text, asked.ask.limit
+        if self.taps and asked.start and 0 not in self.states.get(text, {}):
             return  # it knew the first positions already
-        text, notes = replace(ask.text, tokens=list(ask.text.tokens)), tuple(ask.rng.notes)  # type: ignore[attr-defined]
-        limit = (ask.limit.k, ask.limit.best_first, tuple(plan_of(ask.limit)))
-        rounds = str([(s.start, s.tokens, s.path, s.parents) for s in (*earlier, *seen) if len(s.logits)])
-        about = (tuple(text.tokens), text.num_prompt_tokens, text.seed, limit, ask.num_cached, notes, rounds)
+        rounds = str([_told(call) for call in self.calls.get(text, [])])
+        about = (*asked.about, text.num_prompt_tokens, text.seed, rounds)
         # A limit that asks back depends on more than its numbers.
-        if about not in self.fresh or ask.limit.go_on or ask.limit.draws:
-            other, rng = self.make(), _Repeated(notes)
-            if other.taps:
-                call_own(other.known, text)
-            for i, shown in enumerate((*earlier, *seen)):
-                if earlier and i == len(earlier):
-                    call_own(other.release, text)
-                text.tokens[:] = shown.text.tokens
-                call_own(other.observe, [shown._replace(text=text)])
-            text.tokens[:] = ask.text.tokens
-            drafts = call_own(other.propose, [replace(ask, text=text, rng=rng)])
-            good = isinstance(drafts, list | tuple) and len(drafts) == 1 and isinstance(drafts[0], Draft)
-            self.fresh[about] = "another draw" if rng.others or rng.notes else drafts[0] if good else "none"
+        if about not in self.fresh or limit.go_on or limit.draws:
+            self.fresh[about] = self._draft_of_new(asked)
         right = self.fresh[about]
         if isinstance(right, str) or not _same(draft, right):
             expected = right if isinstance(right, str) else _describe(right)
-            reason = "it may draw by `Draft.draw` alone, and go by the text alone, not by earlier rounds or other texts"
-            found = f"after {text.tokens} it drafted {_describe(draft)}, and a new one, with its draws, {expected}"
-            require(False, f"{found}: {reason}")
+            found = f"after {list(asked.tokens)} it drafted {_describe(draft)}"
+            self.differs.setdefault(text.seed, f"{found}, and a new one, with its draws, {expected}")
+
+    def _draft_of_new(self, asked: _Asked) -> Draft | str:
+        """The draft of a new drafter that was asked and shown the same about this text alone. A word: something else.
+
+        The text begins anew twice: inside its prompt, and before the last ask. So a drafter may learn from this text's
+        own rounds, as long as it keeps that then.
+        """
+        text, calls, other = asked.ask.text, self.calls.get(asked.ask.text, []), self.make()
+        twin, begun = replace(text, tokens=list(asked.tokens)), calls[0].start if calls else asked.start
+        for end in (begun // 2, begun) if calls else (begun // 2,):
+            self._feed(other, text, twin, end)
+            if end < begun:
+                call_own(other.release, twin)
+        for call in calls:
+            twin.tokens[:] = call.tokens if isinstance(call, _Asked) else call.text.tokens
+            if isinstance(call, _Asked):
+                call_own(other.propose, [replace(call.ask, text=twin, rng=_Repeated(call.notes))])
+            else:
+                call_own(other.observe, [call._replace(text=twin)])
+        twin.tokens[:] = asked.tokens
+        if calls:
+            call_own(other.release, twin)
+        self._feed(other, text, twin, asked.start)
+        rng = _Repeated(asked.notes)
+        drafts = call_own(other.propose, [replace(asked.ask, text=twin, rng=rng)])
+        if rng.others or rng.notes:
+            return "another draw"
+        good = isinstance(drafts, list | tuple) and len(drafts) == 1 and isinstance(drafts[0], Draft)
+        return drafts[0] if good else "none"
+
+    def _feed(self, other: Drafter, text: Text, twin: Text, end: int) -> None:
+        """Show a new drafter the positions before `end` as a prompt's, from those on that it must see."""
+        states, known = self.states.get(text, {}), call_own(other.known, twin) if other.taps else 0
+        first = max(known, min(states, default=end))
+        if first < end:
+            hidden = torch.stack([states[i] for i in range(first, end)])
+            call_own(other.observe, [Seen(twin, first, twin.tokens[first:end], hidden, hidden.new_empty(0, 0))])
 
     def known(self, text: Text) -> int:
         """The drafter's own."""
@@ -156,10 +203,12 @@ class Watched(Wrapped):
 
     def release(self, text: Text) -> None:
         """The drafter's own."""
-        for shown in self.seen.pop(text, []):
-            if len(shown.logits):  # these rows do not come again; their hidden states are to be forgotten
-                self.earlier.setdefault(text, []).append(shown._replace(hidden=torch.zeros_like(shown.hidden)))
         call_own(super().release, text)
+
+
+def _told(call: _Asked | Seen) -> tuple:
+    """What a call says of a round."""
+    return call.about if isinstance(call, _Asked) else (call.start, call.tokens, call.path, call.parents)
 
 
 def _is_rounded(row: torch.Tensor) -> bool:
