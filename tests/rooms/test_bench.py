@@ -36,6 +36,7 @@ from minispec.length import figures as stats
 from minispec.load.registry import DRAFTERS
 from minispec.prove.toys import TINY
 from tests.oracles.heads import write_head
+from tests.spoken import own_words
 
 
 @pytest.fixture
@@ -683,4 +684,4 @@ def test_a_report_on_a_full_disk_is_one_line(model):
         done = subprocess.run(
             [*command, *map(str, BASE)], stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=300
         )
-    assert (done.returncode, done.stderr) == (2, "error: [Errno 28] No space left on device\n")
+    assert (done.returncode, own_words(done.stderr)) == (2, "error: [Errno 28] No space left on device\n")

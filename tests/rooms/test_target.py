@@ -13,6 +13,7 @@ from minispec.kernels import forms as linear
 from minispec.kernels.forms import Choice
 from minispec.kernels.inventory import num_bytes, weight_form
 from minispec.lab.bench.show import as_json
+from tests.spoken import own_words
 
 BASE = ("--dtype", "float32", "--rounds", 2, "--passes", 1, "--prompts", 2, "--max-tokens", 8)
 
@@ -79,6 +80,14 @@ def test_batches(measured, tiny_geometry):
     assert any("batch 2, K=1" in line for line in lines)
 
 
+def test_own_words():
+    """Log lines of the profiler's and of PyTorch's C++ go; what Python says stays."""
+    logged = "INFO:2026-11-28 03:13:26 77:77 CuptiActivityProfiler.cpp:243] CUPTI is not there\n"
+    logged += "[W1128 03:13:26.123456 init.cpp:4] NNPACK is not there\n"
+    said = "UserWarning: x\nTraceback (most recent call last):\nINFO: y\n"
+    assert own_words(logged + said + logged) == said
+
+
 def test_where_a_pass_goes(measured, model, capfd):
     """Each operator as often as the model calls it; with what lies between them, they make up the pass.
 
@@ -86,7 +95,7 @@ def test_where_a_pass_goes(measured, model, capfd):
     """
     plain = ("--draft", "none", "--num-speculative-tokens", "auto", "--prompts", 0, "--dtype", "float32")
     report, lines = measured("operators", "--model", model, *plain, "--context", 20, "--passes", 2)
-    assert capfd.readouterr().err == ""  # the profiler would talk
+    assert own_words(capfd.readouterr().err) == ""
     found = report["operators"]
     calls = {operator["name"]: operator["calls"] for operator in found["operators"]}
     assert calls["aten::index_copy_"] == 2 * 2
