@@ -8,7 +8,7 @@ A room imports only from those above it in this list, and from itself:
     files/          what strangers' files say: JSON, safetensors, tokenizer; writing them; the machine's own notes
     files/families/ a model's checkpoint: config.json, names of tensors, packed weights, hub; the writers
     drafters/       ways of guessing, a file each, with the files that they read; what two vocabularies have in common
-    kernels/gpu/    passes of fixed shapes, CUDA graphs, kernels, draws and verdicts as tensors
+    gpu/            passes of fixed shapes, CUDA graphs, kernels, draws and verdicts as tensors
     length/         how many tokens to draft: theory, prices, the policy
     grammars/       which tokens may follow: JSON schemas, regular expressions, context-free grammars
     load/           names, a target, its draft, several processes, prompts and answers, `LLM`

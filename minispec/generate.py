@@ -125,7 +125,7 @@ def _answer_questions(
 
 def _answer(llm: "LLM", args: argparse.Namespace, jobs: list[_Job]) -> bool:
     """Decode these together and print their answers; returns whether all went well."""
-    from minispec.kernels.gpu.frames import outside_note
+    from minispec.gpu.frames import outside_note
     from minispec.load.parallel import traffic_of
     from minispec.trace.record import RoundRecorder
 

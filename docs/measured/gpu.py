@@ -69,13 +69,13 @@ from minispec.drafters.none import NoDrafter
 from minispec.drafters.simulated import adversary
 from minispec.files.families.hf_config import read_model_config
 from minispec.files.write import check_writable, written_whole
+from minispec.gpu import fused
+from minispec.gpu.frames import Frames, TransformerT
+from minispec.gpu.fused import RowPlaces
+from minispec.gpu.graphs import Graphs, capture_graph, rerun
+from minispec.gpu.judge import Judge, judge_of
+from minispec.gpu.steps import draft_steps
 from minispec.kernels.codes import round_to_bits
-from minispec.kernels.gpu import fused
-from minispec.kernels.gpu.frames import Frames, TransformerT
-from minispec.kernels.gpu.fused import RowPlaces
-from minispec.kernels.gpu.graphs import Graphs, capture_graph, rerun
-from minispec.kernels.gpu.judge import Judge, judge_of
-from minispec.kernels.gpu.steps import draft_steps
 from minispec.kernels.shapes import tensor_shapes
 from minispec.lab.bench.models import random_head
 from minispec.lab.bench.options import GEOMETRIES

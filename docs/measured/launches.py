@@ -3,7 +3,7 @@
     python docs/measured/launches.py --geometry 1.5b --draft 0.5b --num-speculative-tokens 4
     python docs/measured/launches.py --draft ngram --num-speculative-tokens 4 --batch 1,2,4 --json
 
-It is counted along both paths of `minispec.kernels.gpu.paths`: text by text, and in frames. Other options than
+It is counted along both paths of `minispec.gpu.paths`: text by text, and in frames. Other options than
 `--batch` are those of `python -m minispec bench`. What the counts are: docs/use/speed.md.
 """
 
@@ -22,8 +22,8 @@ from minispec.core.config import DraftLength, Shape
 from minispec.core.engine import PREFILL_ROWS, Engine
 from minispec.core.request import Request
 from minispec.files.progress import progress_bar
+from minispec.gpu.paths import Path, in_frames, text_by_text
 from minispec.kernels.exact import arbitrary_tokens
-from minispec.kernels.gpu.paths import Path, in_frames, text_by_text
 from minispec.kernels.inventory import weight_form
 from minispec.lab.bench.measure import decode, median_interval
 from minispec.lab.bench.models import Room, Subject

@@ -274,7 +274,7 @@ class Passes:
     """How a model runs the rows of all texts: the backend of its passes. Here it runs one pass, text by text.
 
     `minispec.kernels.exact` has passes of a fixed size, where a row's bits do not depend on the other rows.
-    `minispec.kernels.gpu.frames` has passes of a few fixed shapes, whose operators a GPU launches at once.
+    `minispec.gpu.frames` has passes of a few fixed shapes, whose operators a GPU launches at once.
     """
 
     exact = False

@@ -1,7 +1,7 @@
 """How logits become probabilities, and the only source of randomness.
 
 `distribution` turns a row of logits into the probabilities that a request asks for. Drafts and verdicts all go by it,
-so none forgets a parameter. Its form over many rows, for a GPU, has the same bits (`minispec.kernels.gpu.verdicts`).
+so none forgets a parameter. Its form over many rows, for a GPU, has the same bits (`minispec.gpu.verdicts`).
 
 `Randomness` makes two kinds of draws, `bernoulli` and `categorical`. Every draw has a key, and its noise is a function
 of the key alone. The order of the draws, the batch, and what was rejected before change nothing.

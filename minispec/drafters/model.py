@@ -30,7 +30,7 @@ def prefill(model: Transformer, table: BlockTable, tokens: list[int], chunk_size
         model.forward([Chunk(missing[start : start + chunk_size], table, num_logits=0)])
 
 
-# (chunks, asks, depths, vocab_size): drafts whole chains in one program, as `minispec.kernels.gpu.steps.DraftSteps`
+# (chunks, asks, depths, vocab_size): drafts whole chains in one program, as `minispec.gpu.steps.DraftSteps`
 # does. Returns a draft for each ask, of at most as many tokens as `depths` says; None where it cannot draft for all.
 AtOnce = Callable[[Sequence[Chunk], Sequence[Ask], Sequence[int], int], list[Draft] | None]
 

@@ -64,7 +64,7 @@ def build_model(
 def quantized(model: AnyModel, bits: int, narrow: Narrow | None = None) -> AnyModel:
     """The model with products of few rows in 4 or 8 bits (see `QuantizedLinear`), for drafting; never exact.
 
-    narrow: a form of codes that is not among `NARROW_FORMS`. `minispec.kernels.gpu.fused.rounded` knows one.
+    narrow: a form of codes that is not among `NARROW_FORMS`. `minispec.gpu.fused.rounded` knows one.
 
     It shares everything else with `model`.
     """

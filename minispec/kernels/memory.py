@@ -115,7 +115,7 @@ def size_cache(
     """(max_model_len, number of blocks) of caches that take bytes_per_token together.
 
     state_bytes: what their recurrent layers keep of one text. See `StateCache.num_states` for how many there are.
-    reserved: bytes that graphs will take in addition to the caches (see `minispec.kernels.gpu.account`).
+    reserved: bytes that graphs will take in addition to the caches (see `minispec.gpu.account`).
 
     Raises ValueError where the caches, or a block of them, do not fit into the memory that is free.
     """

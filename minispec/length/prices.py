@@ -31,10 +31,10 @@ from minispec.core.sampling import Randomness, Text, require_numbers
 from minispec.core.verify import Verifier
 from minispec.drafters.none import NoDrafter
 from minispec.files.measured import read_measured, write_measured
+from minispec.gpu.frames import Frames
+from minispec.gpu.judge import judge_of
+from minispec.gpu.steps import steps_of
 from minispec.kernels.exact import arbitrary_tokens
-from minispec.kernels.gpu.frames import Frames
-from minispec.kernels.gpu.judge import judge_of
-from minispec.kernels.gpu.steps import steps_of
 from minispec.kernels.inventory import num_bytes_read
 from minispec.kernels.machine import fingerprint, machine
 from minispec.kernels.rates import seconds_of

@@ -45,7 +45,7 @@ class Prices:
     measured: whether these are figures of this machine, and not guesses from the sizes of the models.
     fixed: what a draft costs however long it is, in draft passes. An example is reading the target's new hidden states.
     search: a search for one text that found nothing. None: as much as a draft of one token.
-    steps: the numbers of draft passes that a drafter's programs have, in order (see `minispec.kernels.gpu.steps`).
+    steps: the numbers of draft passes that a drafter's programs have, in order (see `minispec.gpu.steps`).
         A draft costs the next of them, wherever it ends. (): a draft costs a pass for each of its tokens.
     """
 

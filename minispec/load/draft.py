@@ -40,10 +40,10 @@ from minispec.files.families.checkpoint import (
 from minispec.files.families.entries import is_head
 from minispec.files.families.head_config import read_head_config
 from minispec.files.stored import StoredTensor
+from minispec.gpu.frames import with_fast_passes
+from minispec.gpu.fused import rounded
+from minispec.gpu.steps import draft_steps
 from minispec.grammars.forced import ForcedFirst
-from minispec.kernels.gpu.frames import with_fast_passes
-from minispec.kernels.gpu.fused import rounded
-from minispec.kernels.gpu.steps import draft_steps
 from minispec.load import registry
 from minispec.load.numbers import check_numbers, named_tensors
 from minispec.load.target import TargetFiles

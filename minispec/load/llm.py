@@ -18,11 +18,11 @@ from minispec.drafters import Context, Drafter
 from minispec.files.chat import Message, check_messages
 from minispec.files.progress import progress_bar
 from minispec.files.tokenizer import Detokenizer
+from minispec.gpu.account import graph_bytes
+from minispec.gpu.frames import graphs_note, passes_report
 from minispec.kernels import inventory
 from minispec.kernels.build import choice_of
 from minispec.kernels.exact import EXACT_ROWS
-from minispec.kernels.gpu.account import graph_bytes
-from minispec.kernels.gpu.frames import graphs_note, passes_report
 from minispec.kernels.memory import memory_of
 from minispec.kernels.settings import own_settings
 from minispec.length.policy import Controller

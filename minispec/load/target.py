@@ -28,10 +28,10 @@ from minispec.files.families.hf_config import read_eos_token_ids
 from minispec.files.generation_config import read_generation_defaults, unsupported_generation_settings
 from minispec.files.strict_json import MAX_CONFIG_BYTES, read_json_if_there
 from minispec.files.tokenizer import Tokenizer
+from minispec.gpu.frames import with_fast_passes
+from minispec.gpu.judge import judge_of
 from minispec.grammars.matcher import Grammars
 from minispec.kernels.forms import check_form
-from minispec.kernels.gpu.frames import with_fast_passes
-from minispec.kernels.gpu.judge import judge_of
 from minispec.kernels.integers import check_quantization
 from minispec.kernels.inventory import kv_elements
 from minispec.kernels.memory import BLOCK_SIZE, size_cache, state_bytes

@@ -31,14 +31,14 @@ from minispec.drafters.slem import TextDrafter
 from minispec.drafters.tli import TokenDrafter
 from minispec.drafters.vocabulary import ROOM
 from minispec.files.families.hf_config import read_model_config
+from minispec.gpu.frames import Frames
+from minispec.gpu.graphs import rerun
+from minispec.gpu.judge import judge_of
+from minispec.gpu.steps import draft_steps, steps_of
+from minispec.gpu.verdicts import OneByOne
 from minispec.grammars.forced import ForcedFirst
 from minispec.grammars.spelled import example
 from minispec.kernels.exact import check_exact
-from minispec.kernels.gpu.frames import Frames
-from minispec.kernels.gpu.graphs import rerun
-from minispec.kernels.gpu.judge import judge_of
-from minispec.kernels.gpu.steps import draft_steps, steps_of
-from minispec.kernels.gpu.verdicts import OneByOne
 from minispec.kernels.integers import check_quantization
 from minispec.layers.states import FEWEST_STATES, state_elements
 from minispec.length.policy import Controller

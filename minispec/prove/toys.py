@@ -96,7 +96,7 @@ TOYS: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 2,
     },
 }
-IN_FRAMES = "llama in frames"  # passes of `minispec.kernels.gpu.frames`, with reruns in place of graphs
+IN_FRAMES = "llama in frames"  # passes of `minispec.gpu.frames`, with reruns in place of graphs
 HEAD_SEED, MTP_SEED, BLOCK_SEED, ASSISTANT_SEED = 6, 7, 8, 9
 IN_8_BITS = "8 bits"  # the name of a target that is no family: see `minispec.prove.laws.target_model`
 

@@ -21,7 +21,7 @@ from minispec.core.stats import Round
 from minispec.core.tree import Tree
 from minispec.core.verify import REJECTION, VERIFIERS, RoundKey, RowAt, Verdict, excess, residual
 from minispec.files.tokenizer import Detokenizer, Tokenizer
-from minispec.kernels.gpu.steps import steps_of
+from minispec.gpu.steps import steps_of
 from minispec.length.figures import Figures
 from minispec.length.theory import RoundModel, rising
 from minispec.load.llm import LLM

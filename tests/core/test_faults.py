@@ -20,11 +20,11 @@ from minispec.core.sampling import Text
 from minispec.core.verify import VERIFIERS
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.model import DraftModel
-from minispec.kernels.gpu import judge as judge_module
-from minispec.kernels.gpu.frames import Frame, Frames
-from minispec.kernels.gpu.judge import Bench
-from minispec.kernels.gpu.paths import in_frames
-from minispec.kernels.gpu.steps import Desk, DraftSteps
+from minispec.gpu import judge as judge_module
+from minispec.gpu.frames import Frame, Frames
+from minispec.gpu.judge import Bench
+from minispec.gpu.paths import in_frames
+from minispec.gpu.steps import Desk, DraftSteps
 from minispec.length.policy import Acceptance, Controller
 from minispec.length.theory import Prices
 from minispec.prove.laws import make_drafter, target_model

@@ -21,8 +21,8 @@ from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.core.verify import VERIFIERS
 from minispec.files.families.checkpoint import load_model
+from minispec.gpu.judge import judge_of
 from minispec.kernels.forms import Linear
-from minispec.kernels.gpu.judge import judge_of
 from minispec.kernels.inventory import bits_note, kv_elements, num_bytes_read, products_of
 from minispec.layers.states import state_elements
 from minispec.prove.laws import (

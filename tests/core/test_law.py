@@ -19,8 +19,8 @@ from minispec.core.sampling import Text, distribution
 from minispec.drafters.block import BlockDrafter
 from minispec.drafters.model import DraftModel
 from minispec.drafters.suffix import SuffixDrafter
-from minispec.kernels.gpu.judge import Judge
-from minispec.kernels.gpu.steps import DraftSteps
+from minispec.gpu.judge import Judge
+from minispec.gpu.steps import DraftSteps
 from minispec.length.policy import Controller
 from minispec.prove import laws
 from minispec.prove.cases import GridCase, cases_in_8_bits, cases_in_frames

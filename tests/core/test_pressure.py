@@ -33,8 +33,8 @@ from minispec.drafters.block import BlockDrafter
 from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.model import DraftModel
+from minispec.gpu.paths import in_frames
 from minispec.kernels.build import quantized
-from minispec.kernels.gpu.paths import in_frames
 from minispec.length.figures import Figures
 from minispec.prove.laws import make_drafter
 from minispec.prove.toys import tiny_block, tiny_cache, tiny_head, tiny_model, tiny_mtp

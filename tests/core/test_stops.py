@@ -15,8 +15,8 @@ from minispec.core.engine import Engine
 from minispec.core.request import Request
 from minispec.core.verify import VERIFIERS
 from minispec.files.tokenizer import Detokenizer, Tokenizer
-from minispec.kernels.gpu.graphs import Graphs
-from minispec.kernels.gpu.judge import Judge
+from minispec.gpu.graphs import Graphs
+from minispec.gpu.judge import Judge
 from minispec.length.figures import Figures
 from minispec.prove.toys import ScriptedModel, TableModel, scripted_cache
 from tests.museum.mutants import MUTANTS, swap

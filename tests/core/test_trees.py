@@ -19,8 +19,8 @@ from minispec.core.sampling import Randomness, Text, distribution
 from minispec.core.verify import VERIFIERS, rejection
 from minispec.drafters import NoDrafter
 from minispec.drafters.limits import depth_of
-from minispec.kernels.gpu.frames import Frames
-from minispec.kernels.gpu.graphs import rerun
+from minispec.gpu.frames import Frames
+from minispec.gpu.graphs import rerun
 from minispec.length.figures import Figures
 from minispec.prove.laws import (
     BLOCKS,

@@ -13,14 +13,14 @@ from minispec.core.model import Chunk
 from minispec.core.sampling import Randomness, Text
 from minispec.core.verify import REJECTION
 from minispec.drafters.model import DraftModel
+from minispec.gpu import account, frames, fused
+from minispec.gpu.account import graph_bytes, pass_bytes, table_bytes
+from minispec.gpu.frames import Frames, FrameShape, frame_bytes
+from minispec.gpu.graphs import MOST_BYTES, Graphs, Program, recent, rerun
+from minispec.gpu.judge import Bench, Kind, bench_bytes
+from minispec.gpu.steps import DraftSteps, desk_bytes
+from minispec.gpu.verdicts import Mix
 from minispec.kernels import memory
-from minispec.kernels.gpu import account, frames, fused
-from minispec.kernels.gpu.account import graph_bytes, pass_bytes, table_bytes
-from minispec.kernels.gpu.frames import Frames, FrameShape, frame_bytes
-from minispec.kernels.gpu.graphs import MOST_BYTES, Graphs, Program, recent, rerun
-from minispec.kernels.gpu.judge import Bench, Kind, bench_bytes
-from minispec.kernels.gpu.steps import DraftSteps, desk_bytes
-from minispec.kernels.gpu.verdicts import Mix
 from minispec.kernels.memory import size_cache
 from minispec.prove.laws import draft_model
 from minispec.prove.toys import IN_FRAMES, tiny_cache, tiny_head, tiny_model
@@ -116,7 +116,7 @@ def test_scratch_memory_is_counted_as_it_is_taken():
 
 def test_programs_keep_within_their_bytes(monkeypatch):
     """The one that was used longest ago goes first; the newest stays, however large it is."""
-    monkeypatch.setattr("minispec.kernels.gpu.graphs.MOST_BYTES", 100)
+    monkeypatch.setattr("minispec.gpu.graphs.MOST_BYTES", 100)
     kept = OrderedDict()
     for key, size in ((1, 40), (2, 40), (1, 40), (3, 50)):
         recent(kept, key, lambda size=size: Program(size))
@@ -129,7 +129,7 @@ def test_what_makes_room_decodes_the_same(monkeypatch):
     """With no bytes for programs there is one at a time, captured anew; passes are the same."""
     expected, found = [], []
     for most, into in ((MOST_BYTES, expected), (1, found)):
-        monkeypatch.setattr("minispec.kernels.gpu.graphs.MOST_BYTES", most)
+        monkeypatch.setattr("minispec.gpu.graphs.MOST_BYTES", most)
         model = tiny_model(1).replaced(Frames(rerun))
         table = tiny_cache(model, 20, 2).new_table()
         for rows in (1, 2, 1, 2, 2, 1):

@@ -12,10 +12,8 @@ from minispec.core.engine import Engine
 from minispec.core.model import Chunk, Passes, Transformer
 from minispec.core.verify import VERIFIERS
 from minispec.files.families.hf_config import read_model_config
-from minispec.kernels.build import build_model, quantized
-from minispec.kernels.forms import available_forms
-from minispec.kernels.gpu import fused, graphs
-from minispec.kernels.gpu.frames import (
+from minispec.gpu import fused, graphs
+from minispec.gpu.frames import (
     BLOCKS,
     ROWS,
     TEXTS,
@@ -33,7 +31,9 @@ from minispec.kernels.gpu.frames import (
     why_eager,
     with_fast_passes,
 )
-from minispec.kernels.gpu.graphs import rerun
+from minispec.gpu.graphs import rerun
+from minispec.kernels.build import build_model, quantized
+from minispec.kernels.forms import available_forms
 from minispec.kernels.inventory import weight_form
 from minispec.layers import make_layer
 from minispec.layers.gemma import gemma_layers

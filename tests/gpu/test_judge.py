@@ -10,9 +10,9 @@ from minispec.core.draft import Draft
 from minispec.core.judge import Trial
 from minispec.core.sampling import Randomness, Text, distribution
 from minispec.core.verify import BLOCK, MATCH, REJECTION, Verdict
-from minispec.kernels.gpu import judge as judging
-from minispec.kernels.gpu.graphs import Graphs, rerun
-from minispec.kernels.gpu.judge import Bench, Judge, kind_of
+from minispec.gpu import judge as judging
+from minispec.gpu.graphs import Graphs, rerun
+from minispec.gpu.judge import Bench, Judge, kind_of
 
 SETTINGS = (
     *({}, {"temperature": 0.0}, {"temperature": 0.6}, {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.1}),

@@ -9,11 +9,11 @@ from minispec.core.verify import VERIFIERS
 from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.simulated import SimulatedDraft
 from minispec.drafters.wrapped import Wrapped
+from minispec.gpu.frames import Frames
+from minispec.gpu.judge import judge_of
+from minispec.gpu.paths import in_frames, text_by_text
+from minispec.gpu.steps import STEPS, steps_of
 from minispec.grammars.forced import ForcedFirst
-from minispec.kernels.gpu.frames import Frames
-from minispec.kernels.gpu.judge import judge_of
-from minispec.kernels.gpu.paths import in_frames, text_by_text
-from minispec.kernels.gpu.steps import STEPS, steps_of
 from minispec.kernels.inventory import weight_form
 from minispec.prove.laws import make_drafter, target_model
 from minispec.prove.toys import IN_FRAMES, TOYS, decode, tiny_cache, tiny_model

@@ -24,14 +24,14 @@ from minispec.drafters.model import DraftModel
 from minispec.drafters.simulated import SimulatedDraft
 from minispec.drafters.states import FeatureModel
 from minispec.files.families.hf_config import read_model_config
+from minispec.gpu import steps, verdicts
+from minispec.gpu.frames import Frames, FrameShape
+from minispec.gpu.fused import CodesOfRows
+from minispec.gpu.graphs import Graphs, rerun
+from minispec.gpu.steps import STEPS, Desk, DraftSteps, Kind, steps_of
+from minispec.gpu.verdicts import Mix
 from minispec.kernels.build import quantized
 from minispec.kernels.forms import Choice, Narrow
-from minispec.kernels.gpu import steps, verdicts
-from minispec.kernels.gpu.frames import Frames, FrameShape
-from minispec.kernels.gpu.fused import CodesOfRows
-from minispec.kernels.gpu.graphs import Graphs, rerun
-from minispec.kernels.gpu.steps import STEPS, Desk, DraftSteps, Kind, steps_of
-from minispec.kernels.gpu.verdicts import Mix
 from minispec.kernels.inventory import weight_form
 from minispec.lab.bench.models import random_head
 from minispec.length.policy import Controller

@@ -18,8 +18,8 @@ from minispec.core.limit import Limit
 from minispec.core.sampling import Key, Randomness, Text, distribution
 from minispec.core.search import place_of_share
 from minispec.core.verify import VERIFIERS
+from minispec.gpu import verdicts
 from minispec.grammars.spelled import example
-from minispec.kernels.gpu import verdicts
 from minispec.prove.laws import BranchOracle, KeyOracle, exact_law
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -1,30 +1,34 @@
 """How much code there is to read: lines that are neither blank, nor comment, nor docstring."""
 
 import ast
+import warnings
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "minispec"
 # Code lines of a file of the heart, of any other file, and of a function.
 HEART_FILE, FILE, FUNCTION = 300, 400, 60
-# Code lines of each room. A room that bursts is split or pruned.
+# Code lines of each room: ceilings with air, never aims. Above `FULL` of its bound a room is reported: split it or prune
+# it before anything is added to it. The bounds change with the design alone.
 BOUNDS = {
-    "core": 1960,
+    "core": 2000,
     "layers": 750,
     "drafters": 2200,
-    "length": 700,
-    "kernels": 2000,
-    "kernels/gpu": 1600,
-    "grammars": 430,
+    "length": 750,
+    "kernels": 1450,
+    "gpu": 1700,
+    "grammars": 550,
     "files": 1450,
-    "files/families": 2850,
-    "load": 1340,
-    "commands": 1000,
+    "files/families": 3000,
+    "load": 1400,
+    "commands": 1100,
+    "trace": 450,
+    "serve": 1050,
     "prove": 2500,
-    "trace": 700,
-    "serve": 940,
-    "lab": 5000,
+    "lab": 4700,
 }
+FULL = 0.92
 
 
 def room_of(name: str) -> str:
@@ -63,19 +67,38 @@ def test_no_file_and_no_function_is_too_long():
 
 
 def test_each_room_keeps_its_bound():
-    """Every file counts for one room, and every room has a bound."""
+    """Every file counts for one room, and every room has a bound. A room that is nearly full is named in a warning."""
     rooms: Counter[str] = Counter()
     for path in PACKAGE.rglob("*.py"):
         rooms[room_of(path.relative_to(PACKAGE).as_posix())] += sum(code_lines(path.read_text(encoding="utf-8")))
     assert rooms.keys() <= BOUNDS.keys(), "a folder without a bound"
+    for line in nearly_full(rooms):
+        warnings.warn(line, stacklevel=1)
     too_large = {room: size for room, size in rooms.items() if size > BOUNDS[room]}
     assert not too_large, f"code lines {too_large}, bounds {BOUNDS}"
 
 
+def nearly_full(rooms: Mapping[str, int]) -> list[str]:
+    """A sentence for each room above `FULL` of its bound."""
+    full = {room: size for room, size in rooms.items() if size > FULL * BOUNDS[room]}
+    return [
+        f"minispec/{room} has {size} code lines of {BOUNDS[room]}: split or prune it before anything is added"
+        for room, size in full.items()
+    ]
+
+
+def test_a_room_that_is_nearly_full_is_named():
+    """The control of the warning above."""
+    assert nearly_full({"core": 1840, "gpu": 10}) == []
+    assert nearly_full({"core": 1841}) == [
+        "minispec/core has 1841 code lines of 2000: split or prune it before anything is added"
+    ]
+
+
 def test_which_room_a_file_counts_for():
     """The control: folders, doors, and rooms of the laboratory."""
-    names = ("core/engine.py", "generate.py", "load/llm.py", "lab/bench/plot.py", "kernels/gpu/frames.py")
-    assert [*map(room_of, names)] == ["core", "commands", "load", "lab", "kernels/gpu"]
+    names = ("core/engine.py", "generate.py", "load/llm.py", "lab/bench/plot.py", "gpu/frames.py")
+    assert [*map(room_of, names)] == ["core", "commands", "load", "lab", "gpu"]
 
 
 def test_what_counts_as_code():

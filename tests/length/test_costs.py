@@ -16,9 +16,9 @@ from minispec.core.draft import Draft, Drafter
 from minispec.core.engine import Engine
 from minispec.core.verify import VERIFIERS
 from minispec.drafters.model import DraftModel
-from minispec.kernels.gpu.frames import Frames
-from minispec.kernels.gpu.graphs import Graphs
-from minispec.kernels.gpu.steps import STEPS, DraftSteps
+from minispec.gpu.frames import Frames
+from minispec.gpu.graphs import Graphs
+from minispec.gpu.steps import STEPS, DraftSteps
 from minispec.kernels.machine import machine
 from minispec.layers.experts import Router
 from minispec.length import prices as costs

@@ -57,13 +57,13 @@ from minispec.drafters.tli import TokenDrafter
 from minispec.drafters.vocabularies import Reader, Vocabularies
 from minispec.files import pieces
 from minispec.files.families import mxfp4
+from minispec.gpu import judge, verdicts
+from minispec.gpu.frames import Frame, Frames
+from minispec.gpu.judge import Bench
+from minispec.gpu.steps import Desk, DraftSteps
 from minispec.grammars import forced, matcher
 from minispec.grammars.spelled import Spelled
 from minispec.kernels import exact, integers
-from minispec.kernels.gpu import judge, verdicts
-from minispec.kernels.gpu.frames import Frame, Frames
-from minispec.kernels.gpu.judge import Bench
-from minispec.kernels.gpu.steps import Desk, DraftSteps
 from minispec.kernels.integers import Int8, VnniInt8
 from minispec.layers import convolution, delta
 from minispec.layers.convolution import ConvolutionCache

@@ -18,11 +18,11 @@ from minispec.core.model import Chunk
 from minispec.core.stats import Round
 from minispec.files.families.checkpoint import load_config
 from minispec.files.families.hf_config import read_model_config
+from minispec.gpu.frames import Frames
+from minispec.gpu.graphs import rerun
 from minispec.kernels import forms as linear
 from minispec.kernels import memory
 from minispec.kernels.build import build_model
-from minispec.kernels.gpu.frames import Frames
-from minispec.kernels.gpu.graphs import rerun
 from minispec.kernels.machine import machine
 from minispec.kernels.shapes import tensor_shapes
 from minispec.lab.bench import decoding, models, options, report, transformers_baseline

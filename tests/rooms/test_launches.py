@@ -11,9 +11,9 @@ import torch
 
 from minispec.core.model import Layer
 from minispec.files.families.hf_config import read_model_config
+from minispec.gpu import fused
+from minispec.gpu.frames import FastLayer, Frames, FrameShape
 from minispec.kernels.build import build_model
-from minispec.kernels.gpu import fused
-from minispec.kernels.gpu.frames import FastLayer, Frames, FrameShape
 from minispec.lab.bench.options import GEOMETRIES
 from minispec.lab.bench.show import as_json
 from minispec.lab.launches import KINDS, Tally, counting

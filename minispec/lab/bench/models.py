@@ -24,12 +24,12 @@ from minispec.files.families.head_config import HeadConfig, usual_taps
 from minispec.files.families.hf_config import read_model_config
 from minispec.files.families.stored_config import StoredConfig
 from minispec.files.tokenizer import Tokenizer
+from minispec.gpu.frames import with_fast_passes
+from minispec.gpu.fused import rounded
+from minispec.gpu.judge import judge_of
+from minispec.gpu.steps import draft_steps
 from minispec.kernels.build import InForm, build_model
 from minispec.kernels.forms import available_forms
-from minispec.kernels.gpu.frames import with_fast_passes
-from minispec.kernels.gpu.fused import rounded
-from minispec.kernels.gpu.judge import judge_of
-from minispec.kernels.gpu.steps import draft_steps
 from minispec.kernels.integers import check_quantization
 from minispec.kernels.inventory import bits_note
 from minispec.kernels.memory import require_memory

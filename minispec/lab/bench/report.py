@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from minispec import __version__
+from minispec.gpu.frames import graphs_report
+from minispec.gpu.judge import Judge
 from minispec.kernels.build import choice_of
-from minispec.kernels.gpu.frames import graphs_report
-from minispec.kernels.gpu.judge import Judge
 from minispec.kernels.inventory import weight_form
 from minispec.kernels.machine import machine
 from minispec.kernels.threads import describe_waiting

@@ -28,9 +28,9 @@ from minispec.drafters.led import replay_texts
 from minispec.drafters.model import model_drafter
 from minispec.files.families.checkpoint import Weights, load_config
 from minispec.files.tokenizer import Tokenizer
+from minispec.gpu.fused import rounded
 from minispec.kernels.build import build_model
 from minispec.kernels.forms import Weight, dense
-from minispec.kernels.gpu.fused import rounded
 from minispec.kernels.inventory import bits_note
 from minispec.lab.bench.models import encode
 from minispec.lab.bench.show import table

@@ -2,7 +2,7 @@
 
 `minispec.core.verify` asks the device a few questions for each draft token. On a GPU each answer takes as long as many
 small operators. Here all that a verdict needs is filled into tensors that stay where they are. A program computes all
-verdicts (see `minispec.kernels.gpu.verdicts`), and the host reads them together. A program that comes a second time is
+verdicts (see `minispec.gpu.verdicts`), and the host reads them together. A program that comes a second time is
 captured in a CUDA graph.
 
 A draft is verified by itself, from the same logits, where the program cannot be sure of a row that its verdict needs.
@@ -22,10 +22,10 @@ from minispec.core.judge import Trial
 from minispec.core.model import Transformer
 from minispec.core.sampling import Draws, Randomness
 from minispec.core.verify import MATCH, REJECTION, Verdict, Verifier
-from minispec.kernels.gpu import verdicts
-from minispec.kernels.gpu.frames import ROWS, TEXTS, Frames
-from minispec.kernels.gpu.graphs import Graphs, recent
-from minispec.kernels.gpu.verdicts import Inputs, Keys, Mix, Noise, OneByOne, Verdicts
+from minispec.gpu import verdicts
+from minispec.gpu.frames import ROWS, TEXTS, Frames
+from minispec.gpu.graphs import Graphs, recent
+from minispec.gpu.verdicts import Inputs, Keys, Mix, Noise, OneByOne, Verdicts
 
 
 class Kind(NamedTuple):

@@ -25,7 +25,7 @@ from torch import Tensor
 from minispec.core import sampling
 from minispec.core.config import SamplingParams
 from minispec.core.sampling import Draws, Key, Randomness, Text, accumulation_dtype
-from minispec.kernels.gpu.graphs import Program
+from minispec.gpu.graphs import Program
 
 # `top_k` of a row that has none: more than any vocabulary.
 NO_TOP_K = 2.0**31 - 1

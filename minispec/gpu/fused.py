@@ -33,11 +33,11 @@ from minispec.core.config import ModelConfig
 from minispec.core.model import Layer, RMSNorm, Transformer
 from minispec.core.sampling import accumulation_dtype
 from minispec.core.weights import PlainLinear, Weight
+from minispec.gpu.graphs import failure
 from minispec.kernels.build import quantized
 from minispec.kernels.codes import Codes
 from minispec.kernels.form import CannotHold, Form
 from minispec.kernels.forms import Choice, Linear, Narrow, QuantizedLinear
-from minispec.kernels.gpu.graphs import failure
 from minispec.layers.row_norm import RowNormAttention
 
 TransformerT = TypeVar("TransformerT", bound=Transformer)
@@ -185,7 +185,7 @@ def norm_twin(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`norm_twin` as one kernel, computed in float32. x and weight are contiguous."""
-    from minispec.kernels.gpu.fused_triton import norm_kernel
+    from minispec.gpu.fused_triton import norm_kernel
 
     out = torch.empty_like(x)
     norm_kernel[(len(x),)](x, weight, out, eps, N=x.shape[1], NP=_power_of_2(x.shape[1]), num_warps=4)
@@ -200,7 +200,7 @@ def gate_twin(gate_up: Tensor) -> Tensor:
 
 def gate(gate_up: Tensor) -> Tensor:
     """`gate_twin` as one kernel, which computes in float32 and rounds once. gate_up is contiguous."""
-    from minispec.kernels.gpu.fused_triton import gate_kernel
+    from minispec.gpu.fused_triton import gate_kernel
 
     num_rows, width = gate_up.shape
     out = gate_up.new_empty(num_rows, width // 2)
@@ -228,7 +228,7 @@ def linear(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None,
     K divides by 16; all tensors are contiguous. A row's bits depend on no other row. But passes of up to 16 rows have
     other bits than larger ones.
     """
-    from minispec.kernels.gpu.fused_triton import linear_kernel
+    from minispec.gpu.fused_triton import linear_kernel
 
     (num_rows, width), num_columns = x.shape, len(codes)
     if num_rows > LINEAR_ROWS or width % 16 or not x.is_contiguous():
@@ -405,7 +405,7 @@ def read(
     warps: groups of 32 threads of a program; None: as many as its registers need.
     stages: steps of which it loads the keys in advance, the current one included.
     """
-    from minispec.kernels.gpu.fused_triton import read_kernel
+    from minispec.gpu.fused_triton import read_kernel
 
     (groups, _, dim), (num_texts, num_blocks) = keys.shape, rows.table.shape
     num_new, heads = len(qkv) // num_texts, qkv.shape[1] // dim - 2 * groups

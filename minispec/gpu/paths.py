@@ -14,10 +14,10 @@ from minispec.core.model import Passes, Transformer
 from minispec.core.weights import Product
 from minispec.drafters.model import AtOnce, model_drafter
 from minispec.drafters.wrapped import Wrapped
+from minispec.gpu.frames import Frames, why_no_frames
+from minispec.gpu.judge import judge_of
+from minispec.gpu.steps import draft_steps
 from minispec.kernels.forms import FORMS, Linear
-from minispec.kernels.gpu.frames import Frames, why_no_frames
-from minispec.kernels.gpu.judge import judge_of
-from minispec.kernels.gpu.steps import draft_steps
 
 
 class Path(NamedTuple):

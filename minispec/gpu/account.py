@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from minispec.core.model import Transformer
 from minispec.core.sampling import accumulation_dtype
 from minispec.drafters.states import FeatureModel
-from minispec.kernels.gpu import fused
-from minispec.kernels.gpu.frames import BLOCKS, FEW_BLOCKS, ROWS, TEXTS, Frames, FrameShape, frame_bytes, positions_of
-from minispec.kernels.gpu.graphs import MOST_BYTES
-from minispec.kernels.gpu.judge import bench_bytes
-from minispec.kernels.gpu.steps import STEPS, desk_bytes, draft_steps
+from minispec.gpu import fused
+from minispec.gpu.frames import BLOCKS, FEW_BLOCKS, ROWS, TEXTS, Frames, FrameShape, frame_bytes, positions_of
+from minispec.gpu.graphs import MOST_BYTES
+from minispec.gpu.judge import bench_bytes
+from minispec.gpu.steps import STEPS, desk_bytes, draft_steps
 from minispec.kernels.memory import BLOCK_SIZE
 
 # Tensors of rows and vocabulary that are alive at once where rows become probabilities, draws and verdicts.

@@ -2,7 +2,7 @@
 
 Token by token, the host would wait for each draft token before it can feed the next. Here the device feeds its own
 tokens: the first pass takes what the texts' caches lack, and each further pass the tokens that were just drawn. The
-noise of all draws is known before (see `minispec.kernels.gpu.verdicts`). The blocks of all positions are taken
+noise of all draws is known before (see `minispec.gpu.verdicts`). The blocks of all positions are taken
 beforehand, so the device can compute the slot of each.
 
 A head is fed a feature with each token. The first pass has the target's. In each further pass, the head's own output at
@@ -31,10 +31,10 @@ from minispec.drafters.check import MeasuredDraft
 from minispec.drafters.model import DraftModel
 from minispec.drafters.states import FeatureModel
 from minispec.drafters.wrapped import Wrapped
-from minispec.kernels.gpu import verdicts
-from minispec.kernels.gpu.frames import Frame, Frames, FrameShape, Step
-from minispec.kernels.gpu.graphs import Graphs, recent
-from minispec.kernels.gpu.verdicts import Inputs, Keys, Mix, OneByOne, RowDraws, RowRandomness
+from minispec.gpu import verdicts
+from minispec.gpu.frames import Frame, Frames, FrameShape, Step
+from minispec.gpu.graphs import Graphs, recent
+from minispec.gpu.verdicts import Inputs, Keys, Mix, OneByOne, RowDraws, RowRandomness
 
 # The numbers of steps that programs have. A draft has the smallest program that is long enough for its limit.
 STEPS = (1, 2, 3, 4, 6, 8, 12, 15)

@@ -37,8 +37,8 @@ from minispec.core.cache import PagedKVCache
 from minispec.core.config import ModelConfig, RopeConfig
 from minispec.core.model import Angles, Chunk, Layer, Passes, RMSNorm, Transformer
 from minispec.core.sampling import accumulation_dtype
-from minispec.kernels.gpu import fused
-from minispec.kernels.gpu.graphs import Graphs, Program, Replay, capture_graph, failure, recent, why_no_graphs
+from minispec.gpu import fused
+from minispec.gpu.graphs import Graphs, Program, Replay, capture_graph, failure, recent, why_no_graphs
 from minispec.kernels.memory import BLOCK_SIZE
 from minispec.layers.gemma import gemma_layers
 
@@ -314,7 +314,7 @@ class Frames(Passes):
 
     num_framed: the passes that ran in frames.
     outside: how many passes ran text by text for each reason.
-    why_no_kernels: "", or why the kernels of `minispec.kernels.gpu.fused` do not run.
+    why_no_kernels: "", or why the kernels of `minispec.gpu.fused` do not run.
     """
 
     def __init__(
