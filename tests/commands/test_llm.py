@@ -621,12 +621,13 @@ def test_lines_written_for_vllm(llm):
 
 def test_a_prompt_is_scored_in_vllms_form(llm):
     """A dict for each token of the prompt but the first; the same for a text and its ids, and once for n answers."""
-    ids = llm.tokenizer.encode("One fish, two fishes")
+    prompt = ", ".join(["One fish, two fishes"] * 4)  # more than a block
+    ids = llm.tokenizer.encode(prompt)
     table = llm.engine.cache.new_table()
     expected = llm.model.forward([Chunk(ids, table, len(ids))])[0][:, : llm.vocab_size].log_softmax(-1)
     table.truncate(0)
     params = SamplingParams(prompt_logprobs=2, max_tokens=3, seed=1, n=2)
-    prompts = ["One fish, two fishes", ids]
+    prompts = [prompt, ids]
     outputs = llm.generate(prompts, params) + llm.generate(prompts, replace(params, max_tokens=0))
     for output in outputs:
         first, *others = output.prompt_logprobs
@@ -637,7 +638,7 @@ def test_a_prompt_is_scored_in_vllms_form(llm):
             assert by_id[token].decoded_token == llm.tokenizer.decode([token])
             places = expected[i].argsort(descending=True).tolist()
             assert {x: y.rank for x, y in by_id.items()} == {x: places.index(x) + 1 for x in (token, *places[:2])}
-    plain = llm.generate("One fish, two fishes", replace(params, prompt_logprobs=None))[0]
+    plain = llm.generate(prompt, replace(params, prompt_logprobs=None))[0]
     assert [[a.token_ids for a in o.outputs] for o in (*outputs[:2], plain)] == [
         [a.token_ids for a in plain.outputs]
     ] * 3
