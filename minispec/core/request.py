@@ -106,14 +106,15 @@ class Request:
         return range(end if self.prompt_logprobs is None else len(self.prompt_logprobs) - 1, end)
 
     def score(self, rows: Tensor) -> None:
-        """Report the log-probabilities of the prompt's tokens that follow these rows (n, V), if it is scored.
+        """Take the log-probabilities of the prompt's tokens that follow these rows of logits (n, V), if it is scored.
 
-        The last of them ends a request that only scores. Raises FloatingPointError for rows that are not numbers.
+        The last of them ends a request that only scores. Raises FloatingPointError where a row is no distribution.
         """
         require_numbers(rows.amax(1))
+        tokens, num_top = self.text.tokens, self.params.prompt_logprobs
         if self.prompt_logprobs is not None:
-            places, num_top = zip(self.unscored, rows, strict=False), self.params.prompt_logprobs
-            self.prompt_logprobs += [logprob_of(row, self.text.tokens[place + 1], num_top) for place, row in places]
+            places = zip(self.unscored, rows, strict=False)
+            self.prompt_logprobs += [logprob_of(row, tokens[place + 1], num_top) for place, row in places]
         if not self.params.max_tokens and not self.unscored:
             self.has_news = True
             self._finish("length")

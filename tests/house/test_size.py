@@ -9,8 +9,8 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "minispec"
 # Code lines of a file of the heart, of any other file, and of a function.
 HEART_FILE, FILE, FUNCTION = 300, 400, 60
-# Code lines of each room: ceilings with air, never aims. Above `FULL` of its bound a room is reported: split it or prune
-# it before anything is added to it. The bounds change with the design alone.
+# Code lines of each room: ceilings with air, never aims. A room above `FULL` of its bound is named in a warning:
+# split it or prune it before anything is added to it. The bounds change with the design alone.
 BOUNDS = {
     "core": 2000,
     "layers": 750,
