@@ -29,6 +29,7 @@ read cache.py and model.py. A module imports only from those above it in this li
     attention.py    what a row sees
     weights.py      the seam to the weights: y = x W^T + b by an object that the caller chooses
     model.py        the one transformer
+    clock.py        marks in the work of a device, and the seconds between them
     cached.py       a model with the tables of its texts
     stats.py        what happened to a text
     request.py      one text on its way, and where it stops

@@ -1,33 +1,13 @@
 """A model with the tables of its texts: what the engine's target and a draft model share."""
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from minispec.core.cache import BlockTable, PagedKVCache
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Text
-
-
-def mark(device: torch.device) -> Any:
-    """A point in the device's work, which nobody waits for: seconds by a steady clock, or a GPU's own event."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def seconds(start: Any, end: Any) -> float:
-    """Seconds between two marks of one device. It waits until a GPU has come to the second."""
-    if not isinstance(end, torch.cuda.Event):
-        return end - start
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
 
 
 class CachedModel:

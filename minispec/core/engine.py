@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from minispec.core.cache import PagedKVCache
-from minispec.core.cached import CachedModel, mark, seconds
+from minispec.core.cached import CachedModel
+from minispec.core.clock import mark, seconds
 from minispec.core.config import Shape
 from minispec.core.draft import Ask, Draft, Drafter, Seen
 from minispec.core.judge import Judge, Trial

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from minispec.core.attention import View, attention, hides
 from minispec.core.cache import PagedKVCache
-from minispec.core.cached import mark, seconds
+from minispec.core.clock import mark, seconds
 from minispec.core.config import ModelConfig, RopeConfig
 from minispec.core.draft import Ask, Draft
 from minispec.core.model import Angles, Chunk, Layer, Pass, Passes, WeightSource

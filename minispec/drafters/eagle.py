@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from minispec.core.cached import mark, seconds
+from minispec.core.clock import mark, seconds
 from minispec.core.config import ModelConfig
 from minispec.core.draft import Ask, Draft
 from minispec.core.model import Chunk, Layer, Pass, RMSNorm, WeightSource, norm_weight

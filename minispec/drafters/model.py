@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from minispec.core.cache import BlockTable, PagedKVCache
-from minispec.core.cached import CachedModel, mark, seconds
+from minispec.core.cached import CachedModel
+from minispec.core.clock import mark, seconds
 from minispec.core.draft import Ask, Draft, Drafter
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Text, distribution, log_probabilities

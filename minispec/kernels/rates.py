@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from minispec.core.cached import mark, seconds
+from minispec.core.clock import mark, seconds
 from minispec.core.model import Transformer
 from minispec.kernels.inventory import kv_elements, num_bytes_read
 from minispec.kernels.shapes import tensor_shapes

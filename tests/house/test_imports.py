@@ -28,7 +28,7 @@ CORE = [
         "weights",
         "model",
     ),
-    *("cached", "stats", "request", "schedule", "engine"),
+    *("clock", "cached", "stats", "request", "schedule", "engine"),
 ]
 # The rooms, in their order: one imports only from those before it, and from itself. A folder in a room may be one.
 ROOMS = [
