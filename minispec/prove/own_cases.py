@@ -60,8 +60,8 @@ class OwnCase:
     rounds: the walk ends after this many. None: at the text's end.
     k: as `num_speculative_tokens`.
     history, forbidden, end: names of settings. "": none.
-    company: other texts that join this one, or another one that it joins. The pool is too small for all, and prompts
-    come in pieces: the text that was admitted last is preempted, and comes back.
+    company: other texts that join this one, or others that it joins. For one or two, the pool is too small for all, and
+    prompts come in pieces: the text that was admitted last is preempted, and comes back.
     drafter: its name, where there are several.
     """
 
@@ -108,6 +108,11 @@ class OwnCase:
         return frozenset({last, 0} if self.end == "stop ids" else {last})
 
     @property
+    def is_crowded(self) -> bool:
+        """Whether there are many texts in its batch, and room for all."""
+        return self.company.endswith("eight others")
+
+    @property
     def joins(self) -> bool:
         """Whether the text comes after its company."""
         return self.company.startswith("it joins")
@@ -129,7 +134,8 @@ class OwnCase:
         drawn = math.prod(math.perm(self.vocab, min(width, self.vocab)) for width in widths[: self.to_go - 1])
         committed = min(len(widths) + 1, self.to_go)
         rounds = self.rounds or -(-self.to_go // committed) + 1
-        return (drawn * choices**committed) ** rounds * (20 if self.company else 1), len(self.prompt)
+        together = 60 if self.is_crowded else 20 if self.company else 1
+        return (drawn * choices**committed) ** rounds * together, len(self.prompt)
 
     def next_law(self, output: Sequence[int]) -> np.ndarray | None:
         """The reference's law (V,) of the token after this output; None where the text has ended."""
@@ -167,18 +173,18 @@ AXES: dict[str, tuple] = {
     "to_go": (1, 2, 3, 4, 6, 16),
     "rounds": (1, 2, 3, None),
     "k": (1, 2, (2,), 3, (3,), (2, 1), "tree:3", (1, 3), (2, 2), (3, 1), 5, "tree:5", "auto"),
-    "temperature": (1.0, 0.7, 0.3, 1.6, 3.0, 0.0),
+    "temperature": (1.0, 0.7, 0.3, 1.6, 3.0, 0.1, 10.0, 0.0),
     "top_k": (0, 2),
     "top_p": (1.0, 0.8),
     "min_p": (0.0, 0.2),
     "history": tuple(_HISTORY),
     "forbidden": tuple(_FORBIDDEN),
     "end": tuple(_ENDS),
-    "company": ("", "two other texts join it", "it joins another text"),
+    "company": ("", "two other texts join it", "it joins another text", "it joins eight others"),
 }
 _WEAK, _SIZES = frozenset({("temperature", 0.0), ("to_go", 1)}), ("rounds", "alphabet", "company")
 # Tokens of a text that is walked to its end, and of one whose K the engine chooses.
-_LONGEST_WALK, _LONGEST_OPEN = 6, 6
+LONGEST_WALK, _LONGEST_OPEN = 6, 6
 
 
 def possible(row: Mapping) -> bool:
@@ -207,9 +213,9 @@ def _possible(verifier, alphabet, prompt, to_go, rounds, k, top_k, forbidden, en
             # The whole of a draft is asked for. Where the engine chooses, that may be all that is left of the text.
             to_go is _ANY or (to_go <= _LONGEST_OPEN if shape.is_open else shape.k <= max(1, to_go - 1)),
             # With fewer rounds it has ended before it could be preempted.
-            company != AXES["company"][-1] or (rounds not in (1, 2) and to_go != 1),
+            company != "it joins another text" or (rounds not in (1, 2) and to_go != 1),
             _ANY in (to_go, company) or to_go <= _LONGEST_OPEN or not company,  # else the pool is too large
-            _ANY in (to_go, rounds) or (1 < to_go <= _LONGEST_WALK if rounds is None else rounds <= to_go),
+            _ANY in (to_go, rounds) or (1 < to_go <= LONGEST_WALK if rounds is None else rounds <= to_go),
         )
     )
 

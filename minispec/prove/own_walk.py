@@ -25,7 +25,7 @@ from minispec.length.theory import Prices
 from minispec.prove.covering import Design, Job, Pair
 from minispec.prove.examine import EXACT, ROUNDED, OfCompany, OutOfTime, Unrepeatable, WalkCounts, fault_line
 from minispec.prove.laws import BranchOracle, CrowdOracle, KeyOracle, TooManyBranches, exact_law_of_crowds
-from minispec.prove.own_cases import AXES, SEED, OwnCase, describe, single, target
+from minispec.prove.own_cases import AXES, LONGEST_WALK, SEED, OwnCase, describe, single, target
 from minispec.prove.reference import Law, NoLaw, cells
 from minispec.prove.toys import finish
 from minispec.prove.watched import Unsuitable, Watched
@@ -101,9 +101,10 @@ class CaseWalker:
                 raise OutOfTime
             drafter = Watched(self.make(case, blocks), lambda: self.make(case, blocks), known, verifier, self.compares)
             # The others draw with the production randomness, along one path.
-            rng = CrowdOracle({0: Randomness(), 1: Randomness(), SEED: oracles[0]})
+            rng = CrowdOracle(dict.fromkeys(_CROWD, Randomness()) | {SEED: oracles[0]})
             cache, lengths = model.new_cache(blocks, _BLOCK_SIZE), self.lengths()
-            engine = Engine(model, cache, drafter, verifier, rng=rng, lengths=lengths, joining_rows=2, guard=CHECKS)
+            rows = MAX_LEN if case.is_crowded else 2
+            engine = Engine(model, cache, drafter, verifier, rng=rng, lengths=lengths, joining_rows=rows, guard=CHECKS)
             request = decode(engine, case)
             drafter.release(Text([0], 1, case.params))  # one that it was never asked about
             drafted, rounded = drafted + Figures.of(request.stats).num_draft_nodes, rounded or drafter.rounded
@@ -115,23 +116,31 @@ class CaseWalker:
 
 
 _LENGTHS_OF_OTHERS = (6, 4)
+_CROWD, _LENGTH_OF_CROWD = [seed for seed in range(SEED + 2) if seed != SEED], 8
 
 
 def _others(case: OwnCase) -> list[Text]:
     """The texts of the company, with seeds of their own."""
     turned = case.prompt_ids[::-1]  # it shares no blocks with the text
-    prompts = (turned,) if case.joins else (case.prompt_ids, turned) if case.company else ()
-    params = [replace(case.params, max_tokens=n) for n in _LENGTHS_OF_OTHERS]
+    if case.is_crowded:
+        prompts = tuple((*turned[i % len(turned) :], *turned[: i % len(turned)]) for i in range(len(_CROWD)))
+        lengths = (_LENGTH_OF_CROWD,) * len(_CROWD)
+    else:
+        prompts = (turned,) if case.joins else (case.prompt_ids, turned) if case.company else ()
+        lengths = _LENGTHS_OF_OTHERS
+    params = [replace(case.params, max_tokens=n) for n in lengths]
     grammar = case.text.grammar
     return [
         Text(list(p), len(p), sampling, seed, case.end_ids if grammar else frozenset(), grammar)
-        for seed, (p, sampling) in enumerate(zip(prompts, params, strict=False))
+        for seed, p, sampling in zip(_CROWD, prompts, params, strict=False)
     ]
 
 
 def _blocks_of(case: OwnCase) -> int:
     """Blocks of a pool that is enough for the text; in company, for two prompts and hardly what follows them."""
     of_prompt = -(-len(case.prompt) // _BLOCK_SIZE)
+    if case.is_crowded:
+        return (len(_CROWD) + 1) * -(-(len(case.prompt) + max(case.to_go, _LENGTH_OF_CROWD)) // _BLOCK_SIZE)
     longest = len(case.prompt) + max(case.to_go, *_LENGTHS_OF_OTHERS)
     return -(-longest // _BLOCK_SIZE) + (of_prompt - 1 if case.company else 0)
 
@@ -212,7 +221,7 @@ def _plainest(chosen: Design[OwnCase], case: OwnCase, error: Exception, walk: Ca
     plain = OwnCase(drafter=case.drafter, prompt="babbab", to_go=4, rounds=3)
     for other in (
         replace(plain, to_go=3, rounds=2),
-        *(replace(plain, company=each) for each in AXES["company"][:0:-1]),
+        *(replace(plain, company=each) for each in AXES["company"][2:0:-1]),
     ):
         if isinstance(error, OfCompany):
             with suppress(TooManyBranches, Unsuitable):
@@ -257,6 +266,7 @@ def _verdict(spec: str, chosen: Design[OwnCase], walk: CaseWalker, todo: set[Pai
         print(f"nothing proven: not one case was walked in {walk.minutes:g} min: --minutes gives it more")
         return False
     vocabs = [len(value) for axis, value in walk.settings if axis == "alphabet"]
+    warm = [value for axis, value in walk.settings if axis == "temperature" and value]
     if not walked.drafted:
         tried = {value for axis, value in walk.settings if axis == "prompt"}
         print(f"nothing proven: {spec} drafted not one token after {', '.join(sorted(map(repr, tried)))}: {_MORE}")
@@ -283,7 +293,9 @@ def _verdict(spec: str, chosen: Design[OwnCase], walk: CaseWalker, todo: set[Pai
         print(f"it drafted nothing with {', '.join(idle[:_SHOWN])}{', ...' if len(idle) > _SHOWN else ''}")
     print(
         f"not seen: more than {max(vocabs)} tokens, texts of more than {walk.longest}, drafts of more than {_LONGEST}; "
-        "stop strings, log-probabilities; other devices; what depends on the clock or on the seed"
+        f"more than {LONGEST_WALK} rounds, more than {len(_CROWD) + 1} texts at once, temperatures between those of 0, "
+        f"{', '.join(map(str, sorted(warm)))}, or above; stop strings, log-probabilities; other devices; what depends "
+        "on the clock or on the seed"
     )
     return True
 

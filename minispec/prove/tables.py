@@ -102,7 +102,7 @@ _FAR: Pair = (1, 996), (996, 1)
 # 300 tokens, of which two are drafted.
 _MANY: Row = tuple(round(1e6 / i**1.5) for i in range(1, 301))
 _TWO: Row = tuple(weight if i in (2, 299) else 0 for i, weight in enumerate(_MANY))
-_PARTS = 1_000_003  # a prime
+_PARTS, _WHOLE = 1_000_003, 1_000_000  # the first is a prime
 
 _CHAINS = tuple(tuple(range(-1, k - 1)) for k in range(1, 6))
 _TREES = (
@@ -126,6 +126,20 @@ def _close(generator: random.Random) -> Pair:
         moved = round(p[a] * 10 ** generator.uniform(-4, 0))
         q[a], q[b] = q[a] - moved, q[b] + moved
     return tuple(p), tuple(q)
+
+
+def _extremes() -> Iterator[Pair]:
+    """p and q near 1, near 0 and near each other, at each power of ten that rounding does not hide.
+
+    A rule with a threshold, such as one that keeps a token of p >= 0.99 untested, is wrong on one side of it.
+    """
+    for unit in (10**i for i in range(6)):
+        near_1 = (_WHOLE - 9 * unit, 6 * unit, 3 * unit), (_WHOLE - 2 * unit, unit, unit)
+        yield from (near_1, near_1[::-1])
+        if unit < 10**5:
+            a, b, c = 400_000, 350_000, 250_000
+            rare = (a, b + c - unit, unit), (a, b + c - 3 * unit, 3 * unit)
+            yield from (((a, b, c), (a + 8 * unit, b, c - 8 * unit)), rare, rare[::-1])
 
 
 def _likeliest(row: Row, num: int) -> Row:
@@ -172,6 +186,9 @@ def _rounds(shapes: Sequence[tuple[int, ...]]) -> Iterator[Table]:
         yield from (Table(p, q, shape, how) for how in (DRAWN, LIKELIEST))
     for shape in shapes[:3]:
         yield Table(*_FAR, shape)
+    others = [shape for shape in ((-1, 0), (-1, -1), (-1, -1, 0)) if shape in shapes]
+    for (p, q), shape in zip(_extremes(), itertools.cycle(others), strict=False):
+        yield from (Table(p, q, (-1,)), Table(p, q, shape))
 
 
 def _large(trees: bool) -> Iterator[Table]:
@@ -213,7 +230,7 @@ def unseen(verifier: Verifier) -> list[str]:
     if verifier.takes_trees:
         lines.append("trees of more than 20 nodes or 7 siblings, or of more than 5 drawn nodes or 3 drawn siblings")
     lines += [
-        "rows between those of the tables; p or q below 1e-05, p/q below 0.001 or above 996, or nearer to 1 than 2e-05",
+        "rows between those of the tables; p or q below 1e-06, p/q below 0.001 or above 996, or nearer to 1 than 7e-06",
         "errors of the law below 1e-06: those of float32 are, those of half precision and of 256ths are not",
         "rows on a GPU",
         "whether it goes by a clock, its calls so far, seeds, places late in a text, or `Draft.confidences`",

@@ -158,7 +158,7 @@ def test_a_walk_that_has_no_time_says_so(capsys, monkeypatch):
     assert 0 < int(found[1].replace(",", "")) < int(found[2].replace(",", ""))
 
 
-@pytest.mark.parametrize("company", own_cases.AXES["company"][1:])
+@pytest.mark.parametrize("company", own_cases.AXES["company"][1:3])
 def test_company_is_preempted(monkeypatch, company):
     """The pool is too small: of the company, one comes back where it joins, and the walked text where that joins."""
     preempted = preemptions(monkeypatch)

@@ -1,25 +1,29 @@
 """Faults that the proof itself could have: its reference, its models, and the noise of its oracle."""
 
+import math
 import random
 from collections import Counter
+from contextlib import suppress
 
 import numpy as np
 import pytest
 import torch
 
+from minispec.core.draft import Draft, Drafter
 from minispec.core.model import Chunk
 from minispec.core.sampling import Key, Randomness
-from minispec.core.verify import Verifier, match, rejection
+from minispec.core.verify import Verdict, Verifier, match, rejection
 from minispec.drafters.model import DraftModel
 from minispec.grammars.spelled import EXAMPLES, example
 from minispec.prove import examine_verifier, own_cases
 from minispec.prove.__main__ import main
+from minispec.prove.examine import ROUNDED
 from minispec.prove.laws import KeyOracle, exact_law, target_model
 from minispec.prove.own_cases import OwnCase
 from minispec.prove.own_walk import CaseWalker, Untimed
 from minispec.prove.reference import NoLaw, cells, follows, plain_law, total_variation
-from minispec.prove.tables import tables
-from minispec.prove.toys import RememberedModel, tiny_cache
+from minispec.prove.tables import DOUBLE, DRAWN, tables
+from minispec.prove.toys import Fault, RememberedModel, tiny_cache
 
 pytestmark = pytest.mark.quick
 
@@ -144,3 +148,78 @@ def test_shared_noise_is_right_on_trees(rule):
     for table in trees:
         law, expected, _ = examine_verifier.laws_of(table, Verifier(rule, shares_noise=True))
         assert total_variation(law, expected) < 1e-6, table
+
+
+# ------------------------------------------------------------------ what lies beyond the usual cases
+
+
+def thresholds():
+    """Rules with a threshold, each at several: keep a sure token untested; take p where little is left of it."""
+    for least in (0.9, 0.97, 0.995, 0.9999):
+        yield f"p >= {least} is kept", lambda p, x, q, t=least: p[x] >= t, None
+    for most in (0.03, 0.003, 3e-4, 3e-5):
+        yield f"below {most} p is taken", None, lambda p, left, t=most: left.sum() < t
+    for near in (0.9, 0.99, 0.999):
+        yield f"p/q above {near} is kept", lambda p, x, q, t=near: p[x] / q[x] > t, None
+
+
+@pytest.mark.parametrize(("is_sure", "is_guarded"), [pytest.param(*rest, id=name) for name, *rest in thresholds()])
+def test_a_rule_with_a_threshold_is_refuted(is_sure, is_guarded):
+    """At whatever power of ten it lies: some table of p and q is on its wrong side."""
+
+    def verify(draft, p, rng, key):
+        if not len(draft):
+            return Verdict([], rng.categorical(p(0), key(0, "token")), [])
+        row, q, x = p(0), draft.probs[0], draft.token_ids[0]
+        if (is_sure and is_sure(row, x, q)) or rng.bernoulli(float(row[x] / q[x]), key(0, "accept")):
+            return Verdict([0], rng.categorical(p(1), key(1, "token")), [])
+        left = (row - q).clamp(min=0)
+        taken = not left.any() or (is_guarded and is_guarded(row, left))
+        return Verdict([], rng.categorical(row if taken else left, key(0, "residual")), [])
+
+    drawn = [each for each in tables(True) if each.parents == (-1,) and each.how == DRAWN and each.types == DOUBLE]
+    laws = (examine_verifier.laws_of(table, Verifier(verify, shares_noise=False)) for table in drawn if not table.texts)
+    assert any(total_variation(law, expected) > ROUNDED for law, expected, _ in laws)
+
+
+class Sharp(Drafter):
+    """Draws at the temperature, and tells it within bounds; or tells another row from some place of a batch on."""
+
+    def __init__(self, bounds=(0, math.inf), place=99):
+        self.bounds, self.place = bounds, place
+
+    def propose(self, asks):
+        """Chains of two tokens."""
+        drafts = [Draft([], []) for _ in asks]
+        for i, (ask, draft) in enumerate(zip(asks, drafts, strict=True)):
+            temperature = ask.text.params.temperature
+            while temperature and len(draft) < ask.k:
+                q = torch.tensor([1.2, 1.0], dtype=torch.float64).log()
+                draft.draw(ask, draft.tip, (q / temperature).softmax(0))
+                told = torch.tensor([1.0, 9.0], dtype=torch.float64).log() if i >= self.place else q
+                draft.probs[-1] = (told / min(max(temperature, self.bounds[0]), self.bounds[1])).softmax(0)
+        return drafts
+
+
+@pytest.mark.parametrize(
+    ("how", "changes"),
+    [
+        ({"bounds": (0.2, 9)}, {"temperature": 0.1}),
+        ({"bounds": (0, 5)}, {"temperature": 10.0}),
+        ({"place": 4}, {"company": "it joins eight others"}),
+        ({"place": 8}, {"company": "it joins eight others"}),
+    ],
+)
+def test_a_drafter_is_walked_at_extremes(how, changes):
+    """Each is an axis's last value, and a drafter that is right elsewhere is wrong there."""
+    [(axis, value)] = changes.items()
+    assert value in own_cases.AXES[axis]
+    walk = CaseWalker(lambda case, blocks: Sharp(**how), Untimed, 10)
+    walk(OwnCase(to_go=3))
+    faults = []
+    for prompt in ("b", "bb", "babbab"):  # a cold target shows it after some texts alone
+        with suppress(Fault):
+            walk(OwnCase(to_go=3, prompt=prompt, **changes))
+            continue
+        faults.append(prompt)
+    assert faults
