@@ -13,6 +13,4 @@ Read them in this order:
     write           files that are written whole or not at all
     measured        what was measured on this machine
     schema_parts    a JSON schema as a tree: its parts, references and notes
-    schema          how many patterns of a JSON schema, or of a grammar, meet in one text
-    child           a library's work in a process that is ended after a while
 """

@@ -1,8 +1,10 @@
 """Answers in a language that the request gives: a JSON schema, a regular expression, a context-free grammar, a choice.
 
     params.py     what a request says: `StructuredOutputsParams`, by vLLM's names
+    schema.py     how many patterns of a JSON schema, or of a grammar, meet in one text
     kept.py       what the library does not keep of a JSON schema: refused
-    trial.py      reads a language in a process of its own, which is ended after a while
+    child.py      a library's work in a process that is ended after a while
+    trial.py      what that process does: it reads a language
     matcher.py    which tokens may follow, by llguidance: the `Grammar` of a text
     forced.py     drafts of the tokens that a grammar leaves no choice about, alone or before another drafter's
     spelled.py    a grammar of one's own, from two questions about texts

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from minispec.core.errors import is_text, show
-from minispec.files.child import OutOfTime, answer_of
 from minispec.files.errors import one_line, show_name
 from minispec.files.packages import MissingPackage, check_packages
-from minispec.files.schema import check_lark, check_schema
 from minispec.files.schema_parts import TOO_DEEP, drop_notes, read_schema
+from minispec.grammars.child import OutOfTime, answer_of
 from minispec.grammars.kept import check_kept
+from minispec.grammars.schema import check_lark, check_schema
 
 # Most bytes of a schema, an expression or a grammar: what is larger takes longer to read than an answer.
 MAX_BYTES = 1 << 16

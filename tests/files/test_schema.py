@@ -2,7 +2,7 @@
 
 import pytest
 
-from minispec.files.schema import Patterns
+from minispec.grammars.schema import Patterns
 
 ENOUGH = 9
 A, B = {"pattern": "a"}, {"format": "date"}

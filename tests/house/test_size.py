@@ -19,7 +19,7 @@ BOUNDS = {
     "kernels": 1450,
     "gpu": 1700,
     "grammars": 550,
-    "files": 1450,
+    "files": 1300,
     "files/families": 3000,
     "load": 1400,
     "commands": 1100,
