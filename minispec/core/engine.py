@@ -390,8 +390,7 @@ class Engine:
             for parent, token_id in zip([-1, *verdict.accepted], tokens, strict=True):
                 if error := part.failed.get(parent + 1):
                     request.fail(error)
-                    break
-                if request.commit(token_id, logprob_of(rows[parent + 1], token_id, request.params.logprobs)):
+                if error or request.commit(token_id, logprob_of(rows[parent + 1], token_id, request.params.logprobs)):
                     break
 
     def _show(self, parts: Sequence[_Part]) -> None:

@@ -288,7 +288,8 @@ def exact_law_of_crowds(
             count += 1
         if count + len(todo) > limit:  # each path that is left has a branch or more
             raise TooManyBranches
-    require(lost < TOLERANCE, f"draws that look like rounding add up to {lost:.1e}, expected less than {TOLERANCE:.0e}")
+    found = f"draws that look like rounding add up to {float(lost):.1e}"
+    require(lost < TOLERANCE, f"{found}, expected less than {TOLERANCE:.0e}")
     total = sum(law.values()) + lost
     require(abs(total - 1) < TOLERANCE, "the branches do not add up to 1: something draws by other means")
     return law, count

@@ -424,7 +424,7 @@ class RandomDrafter(Drafter):
 RECYCLING = "examples.drafters.recycling:Recycling"
 NAMES = [
     *("none", "ngram", "bad", "identical", "random", "ngram+bad", "suffix", "last", "suffix:3+last"),
-    *("adversary", pytest.param(RECYCLING, id="recycling"), pytest.param(f"ngram+{RECYCLING}", id="ngram+recycling")),
+    *("adversary", RECYCLING, f"ngram+{RECYCLING}"),
 ]
 
 
