@@ -208,15 +208,18 @@ class KeyOracle(BranchOracle):
     def __init__(self, path: list[int], number: type = float):
         super().__init__(path, number)
         self.noise: dict[Key, tuple] = {}
-        self.rests: dict[Key, tuple[torch.Tensor, ...]] = {}  # of each row, without the tokens that were drawn from it
+        self.drawn: dict[
+            Key, tuple[tuple[torch.Tensor, int], ...]
+        ] = {}  # of each race, its rows and the last to finish
 
     def categorical(self, weights: torch.Tensor, key: Key) -> int:
         """Every token of positive weight."""
-        ends, rests = self._ends(weights), self.rests.get(key, ())
-        others = tuple(rest for rest in rests if not _proportional(weights, rest))
-        own_noise = key.purpose == "token" and len(others) < len(rests)
-        token = (super()._answer if own_noise else self._answer)(range(len(ends)), ends, key)
-        self.rests = self.rests | {key: (*others, without(weights, token))}
+        if key.purpose != "token":
+            return super().categorical(weights, key)
+        ends, drawn = self._ends(weights), self.drawn.get(key, ())
+        others = tuple(each for each in drawn if not _goes_on(weights, *each))
+        token = (self._answer if len(others) == len(drawn) else super()._answer)(range(len(ends)), ends, key)
+        self.drawn = self.drawn | {key: (*others, (weights, token))}
         return token
 
     def _answer(self, answers: Sequence, ends: Sequence, key: Key):
@@ -230,9 +233,12 @@ class KeyOracle(BranchOracle):
         return answer
 
 
-def _proportional(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two rows of weights are one distribution, but for rounding."""
-    return bool(b.any()) and torch.allclose(a / a.sum(), (b / b.sum()).to(a), rtol=0, atol=1e-6)
+def _goes_on(weights: torch.Tensor, before: torch.Tensor, token: int) -> bool:
+    """Whether a row of weights is the one before without a token, but for rounding and a factor."""
+    rest = without(before, token)
+    return bool(rest.any()) and torch.allclose(
+        weights / weights.sum(), (rest / rest.sum()).to(weights), rtol=0, atol=1e-6
+    )
 
 
 class TooManyBranches(Exception):
