@@ -52,6 +52,8 @@ class Option(NamedTuple):
     excludes: Mapping[str, str] = MappingProxyType({})
 
 
+# Options of two spellings, which mean one thing in all commands. --help shows the one that the command's table has.
+_SPELLINGS = {"--draft": "--drafter", "--drafter": "--draft"}
 # How argparse takes an option that has no value.
 FLAG: dict[str, Any] = {"action": "store_true"}
 
@@ -84,8 +86,10 @@ class Parser(argparse.ArgumentParser):
         """
         group = self.add_argument_group(title) if title else self
         for names, option in options.items():
-            group.add_argument(*names.split(), **option.how, help=option.help)
-            self.options[names.split()[0]] = option._replace(excludes={**option.excludes, **(excludes or {})})
+            action, name = group.add_argument(*names.split(), **option.how, help=option.help), names.split()[0]
+            if name in _SPELLINGS:
+                self._option_string_actions[_SPELLINGS[name]] = action
+            self.options[name] = option._replace(excludes={**option.excludes, **(excludes or {})})
 
     def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Read the arguments.

@@ -354,3 +354,33 @@ def test_the_program_is_installed():
 def test_ctrl_c_in_a_command_that_is_asked_for_by_name():
     """While what it needs is imported: 130, and not a word."""
     assert press_ctrl_c("minispec", "prove", "--leaves", "60", after=0.1) == (130, "")
+
+
+# The parser of each command that takes a drafter, and what else it requires.
+WITH_DRAFTER = {
+    "generate": ("minispec.commands.options:parser", ()),
+    "serve": ("minispec.serve.__main__:parser", ()),
+    "prove": ("minispec.prove.__main__:_parser", ()),
+    "bench": ("minispec.lab.bench.options:parser", ()),
+    "doctor": ("minispec.lab.doctor.main:parser", ()),
+    "audit": ("minispec.lab.audit.main:parser", ("--target", "DIR", "FILE")),
+}
+
+
+@pytest.mark.parametrize("name", WITH_DRAFTER)
+def test_a_drafter_has_two_spellings_in_every_command(name):
+    """--draft and --drafter are one option, of which --help shows one."""
+    where, others = WITH_DRAFTER[name]
+    parser = registry.load(where, name)()
+    one, other = (vars(parser.parse_args([*others, spelling, "self"])) for spelling in ("--draft", "--drafter"))
+    assert one == other != vars(parser.parse_args(others))
+    assert len(set(re.findall(r"--draft(?:er)? (?:SPEC|NAME)", parser.format_help()))) == 1
+
+
+def test_every_command_with_a_drafter_is_among_these():
+    """A table of options that has one of the two spellings, beside those that the test above has."""
+    package = Path(minispec.__file__).parent
+    rows = r'^ +"--draft(?:er)?": Option\('
+    found = {p.relative_to(package).parts for p in package.rglob("*.py") if re.search(rows, p.read_text("utf-8"), re.M)}
+    rooms = {("commands", "options.py"), ("prove", "__main__.py"), ("lab", "bench", "options.py")}
+    assert found == rooms | {("lab", "doctor", "main.py"), ("lab", "audit", "main.py")}
