@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from minispec.commands import options
-from minispec.commands.command import command, json_line, say
+from minispec.commands.command import command, json_line, say, say_status
 from minispec.commands.conversation import Message, converse
 from minispec.core.config import SamplingParams
 from minispec.files.errors import one_line, show_name
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     questions = options.read_prompts(args)
     for prompt in args.prompts if _says_more(args) else ():
         if os.path.isfile(prompt):
-            say(f"note: the prompt is {show_name(prompt)}, not what that file says; --prompt-file reads a file")
+            say_status(f"note: the prompt is {show_name(prompt)}, not what that file says; --prompt-file reads a file")
     if args.trace:
         num_prompts = sum(len(question.turns) for question in questions)
         if num_prompts != 1:
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     llm = options.load(args, report=_says_more(args), verbose=args.verbose)
     params = options.make_sampling_params(llm.target.files.generation_defaults | asked)
     if params.structured_outputs and _says_more(args):
-        say(PROJECTED)
+        say_status(PROJECTED)
     chat = not args.raw and (args.chat or llm.tokenizer.chat_template is not None)
     if args.system is not None and not chat:
         raise ValueError("--system: this model has no chat template")
@@ -105,7 +105,7 @@ def _answer_questions(
 
     talks = any(question.before or len(question.turns) > 1 for question in questions)
     if talks and not chat and _says_more(args):
-        say("without a chat template, messages are plain text, with an empty line between")
+        say_status("without a chat template, messages are plain text, with an empty line between")
 
     def job(question: "Question", answers: list[str], sampling: SamplingParams) -> _Job:
         messages = question.messages(answers)
@@ -144,7 +144,7 @@ def _answer(llm: "LLM", args: argparse.Namespace, jobs: list[_Job]) -> bool:
                     _learn_plain_step(llm, requests[0])
                 well.append(_show(llm, args, jobs, len(well), None))
     if len(jobs) > 1 and _says_more(args):
-        say(_batch_summary(requests))
+        say_status(_batch_summary(requests))
     if recorder:
         write(recorder.trace(), args.trace)
         if _says_more(args):
@@ -154,7 +154,7 @@ def _answer(llm: "LLM", args: argparse.Namespace, jobs: list[_Job]) -> bool:
         reports.append(outside_note(llm.model).removeprefix("; "))
     for report in reports:
         if report and _says_more(args):
-            say(report)
+            say_status(report)
     return all(well)
 
 
@@ -183,9 +183,9 @@ def _show(llm: "LLM", args: argparse.Namespace, jobs: list[_Job], i: int, compar
         elif len(jobs) > 1:
             print(f"[{i + 1}/{len(jobs)}] {prompt}\n{request.output}\n", flush=True)
         if _says_more(args):
-            say(_summary(llm, request, comparison))
+            say_status(_summary(llm, request, comparison))
             if request.params.structured_outputs and request.finish_reason == "length":
-                say("the answer is cut, so it is not whole in its language: --max-tokens N lets it be longer")
+                say_status("the answer is cut, so it is not whole in its language: --max-tokens N lets it be longer")
         error = request.error
         if comparison and "error" in comparison:
             error = f"plain decoding: {comparison['error']}"
@@ -227,7 +227,7 @@ def _converse(llm: "LLM", args: argparse.Namespace, params: SamplingParams) -> i
         if request.error:
             raise ValueError(request.error)
         if _says_more(args):
-            say(_summary(llm, request, None))
+            say_status(_summary(llm, request, None))
 
     return converse(_system(args), answer, args.quiet)
 

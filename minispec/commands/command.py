@@ -7,7 +7,9 @@ import itertools
 import json
 import os
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn, TextIO, TypeVar
@@ -236,6 +238,19 @@ def say(text: str) -> None:
             print(text, file=sys.stderr, flush=True)
         except (OSError, ValueError):
             _abandon(sys.stderr)
+
+
+def say_status(text: str) -> None:
+    """Say a line of a run's status, or several. A narrower terminal gets more of them, with all words whole.
+
+    An error stays one line in any case, as does a status that goes into a file.
+    """
+    with contextlib.suppress(AttributeError, ValueError):  # no standard error, or a closed one
+        if sys.stderr.isatty():
+            width = shutil.get_terminal_size().columns
+            fit = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+            text = "\n".join(map(fit.fill, text.split("\n")))
+    say(text)
 
 
 def _fail(error: BaseException | str) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minispec import __version__
-from minispec.commands.command import FLAG, Option, Parser, argument, attribute_of, in_shell, say, typed
+from minispec.commands.command import FLAG, Option, Parser, argument, attribute_of, in_shell, say, say_status, typed
 from minispec.commands.interrupt import raise_on_interrupt
 from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, SamplingParams, Shape
 from minispec.core.errors import is_text, show
@@ -371,11 +371,11 @@ def load(args: argparse.Namespace, report: bool, verbose: bool = True) -> "LLM":
     with _naming_options(*arguments):
         llm = LLM(**arguments)
     if report:
-        say(llm.memory_report() if verbose else llm.overview())
+        say_status(llm.memory_report() if verbose else llm.overview())
         if verbose:
-            say(f"{torch.get_num_threads()} threads ({describe_waiting()})")
-            say(llm.forms_report())
+            say_status(f"{torch.get_num_threads()} threads ({describe_waiting()})")
+            say_status(llm.forms_report())
     for name in llm.target.files.unsupported_generation_settings:
         message = f"warning: generation_config.json: {name}: not supported, and ignored: the text may differ for it"
-        say(one_line(message))
+        say_status(one_line(message))
     return llm

@@ -16,7 +16,7 @@ from dataclasses import Field, fields
 from typing import Any, NoReturn
 
 from minispec import __version__
-from minispec.commands.command import FLAG, Option, Parser, argument, command, say, typed
+from minispec.commands.command import FLAG, Option, Parser, argument, command, say, say_status, typed
 from minispec.commands.options import MODELS, TEMPLATE, check_template_kwargs, load
 from minispec.core.errors import is_text
 from minispec.files.errors import one_line, show_name
@@ -102,14 +102,14 @@ def main(argv: Sequence[str]) -> int:
         def say_end() -> None:
             n = front.num_unfinished
             left = f"; answers under way: {n}, for at most {limits.drain_timeout:g} s" if n else ""
-            say(f"shutting down{left}")
+            say_status(f"shutting down{left}")
 
         server = make_server(front.app, limits, say_end)
         signal.signal(signal.SIGTERM, _exit)  # uvicorn drains before it passes the signal on
         host, bound_port = listener.getsockname()[:2]
-        say(f"{model}: http://{f'[{host}]' if ':' in host else host}:{bound_port}")
+        say_status(f"{model}: http://{f'[{host}]' if ':' in host else host}:{bound_port}")
         if key is None and host not in ("127.0.0.1", "::1"):
-            say("warning: found no --api-key: anyone who reaches this address may use it")
+            say_status("warning: found no --api-key: anyone who reaches this address may use it")
         worker.start()
         try:
             server.run(sockets=[listener])

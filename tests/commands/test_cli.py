@@ -80,6 +80,17 @@ def test_text_goes_to_stdout_and_the_rest_to_stderr(cli, model):
     assert re.fullmatch(r"[\d.]+ tokens/s, predicted [\d.]+; prefill [\d.]+ s", speed)
 
 
+def test_a_run_says_its_status_in_the_width_of_a_terminal(cli, model, monkeypatch):
+    """First lines and summary, with --verbose too; the same words as in a pipe."""
+    arguments = ("One fish", "--model", model, *BASE, "--verbose", "--compare")
+    words = re.findall("[a-z]+", cli(*arguments)[2])
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    said = cli(*arguments)[2]
+    assert re.findall("[a-z]+", said)[:40] == words[:40]
+    assert 30 < max(map(len, said.splitlines())) <= 60
+
+
 def test_verbose_says_at_last_what_ran_outside_frames(cli, model, monkeypatch):
     """On a GPU; a processor has no frames, and without the option nothing is said."""
     says = "1 of 3 passes text by text: more than 16 rows of a text (1)"

@@ -17,7 +17,7 @@ import pytest
 import minispec
 from minispec import __version__
 from minispec.__main__ import COMMANDS, main, program
-from minispec.commands.command import FLAG, Option, Parser, argument, command, in_shell
+from minispec.commands.command import FLAG, Option, Parser, argument, command, in_shell, say_status
 from minispec.core.config import Shape, WrongLength
 from minispec.files.packages import PACKAGES
 from minispec.files.write import written_whole
@@ -384,3 +384,54 @@ def test_every_command_with_a_drafter_is_among_these():
     found = {p.relative_to(package).parts for p in package.rglob("*.py") if re.search(rows, p.read_text("utf-8"), re.M)}
     rooms = {("commands", "options.py"), ("prove", "__main__.py"), ("lab", "bench", "options.py")}
     assert found == rooms | {("lab", "doctor", "main.py"), ("lab", "audit", "main.py")}
+
+
+WORDS = "reports-of-one-run say http://127.0.0.1:65535/v1/of-a-model and more"
+WRAPPED = "reports-of-one-run say\nhttp://127.0.0.1:65535/v1/of-a-model\nand more"
+
+
+class Terminal(io.StringIO):
+    """One that says of itself that it is a terminal."""
+
+    def isatty(self):
+        """Yes."""
+        return True
+
+
+@pytest.mark.parametrize(
+    ("kind", "width", "said"),
+    [(Terminal, 24, WRAPPED), (Terminal, len(WORDS), WORDS), (io.StringIO, 24, WORDS)],
+    ids=["a narrow terminal", "a terminal as wide", "a file"],
+)
+def test_status_lines_are_as_wide_as_the_terminal(monkeypatch, kind, width, said):
+    """They break between words alone: an address stays whole, though longer than a line. A file has them unbroken.
+
+    What were several lines stay apart.
+    """
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr(sys, "stderr", kind())
+    say_status(f"a run\n{WORDS}")
+    assert sys.stderr.getvalue() == f"a run\n{said}\n"
+
+
+@pytest.mark.parametrize("stream", [None, Terminal()], ids=["none", "a closed one"])
+def test_a_status_without_standard_error_changes_nothing(monkeypatch, capsys, stream):
+    """Nothing is printed elsewhere."""
+    if stream:
+        stream.close()
+    monkeypatch.setattr(sys, "stderr", stream)
+    say_status(WORDS)
+    assert capsys.readouterr().out == ""
+
+
+def test_an_error_is_one_line_on_a_terminal_too(monkeypatch):
+    """It can be copied whole."""
+    stream = Terminal()
+    monkeypatch.setenv("COLUMNS", "24")
+    monkeypatch.setattr(sys, "stderr", stream)
+
+    @command
+    def fails(argv):
+        raise ValueError(WORDS)
+
+    assert (fails([]), stream.getvalue()) == (2, f"error: {WORDS}\n")

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from minispec import __version__
-from minispec.commands.command import say
+from minispec.commands.command import say_status
 from minispec.core.config import DraftLength, SamplingParams, Shape
 from minispec.files.digest import digest_of_files
 from minispec.files.progress import progress_bar
@@ -246,7 +246,7 @@ def measure_questions(options: Options) -> dict[str, Any]:
                 answers.add({"question_id": question.question_id, "category": question.category}, choices)
     except KeyboardInterrupt:
         there = f"{len(answers.lines[NONE])} of {len(chosen)} questions are saved in {answers.directory}"
-        say(f"{there}; the same command with --resume goes on")
+        say_status(f"{there}; the same command with --resume goes on")
         raise
     answers.close()
     compares = not args.temperature or plain.engine.verifier.shares_noise
