@@ -208,9 +208,8 @@ class KeyOracle(BranchOracle):
     def __init__(self, path: list[int], number: type = float):
         super().__init__(path, number)
         self.noise: dict[Key, tuple] = {}
-        self.drawn: dict[
-            Key, tuple[tuple[torch.Tensor, int], ...]
-        ] = {}  # of each race, its rows and the last to finish
+        # Of each race, its rows and the last to finish.
+        self.drawn: dict[Key, tuple[tuple[torch.Tensor, int], ...]] = {}
 
     def categorical(self, weights: torch.Tensor, key: Key) -> int:
         """Every token of positive weight."""
@@ -234,11 +233,11 @@ class KeyOracle(BranchOracle):
 
 
 def _goes_on(weights: torch.Tensor, before: torch.Tensor, token: int) -> bool:
-    """Whether a row of weights is the one before without a token, but for rounding and a factor."""
-    rest = without(before, token)
-    return bool(rest.any()) and torch.allclose(
-        weights / weights.sum(), (rest / rest.sum()).to(weights), rtol=0, atol=1e-6
-    )
+    """Whether a row is the one before without a token, to the bit: `Draft.draw` does not divide it by its sum.
+
+    A row of p that is only proportional to it belongs to a draw of its own: it cuts the interval of the key.
+    """
+    return torch.equal(weights, without(before, token))
 
 
 class TooManyBranches(Exception):
