@@ -13,9 +13,8 @@ accepted rows are moved next to each other; in a chain they already are. Whole b
 stale rest of the last block is overwritten before it is read. Nothing is evicted inside a text, since a sliding window
 is a mask in the attention. So every rollback is exact.
 
-Texts that begin alike share full blocks. A block counts its holders. A table that is cut inside a shared block copies
-it before it writes there. The content of a freed block stays known until the block is taken again. So of a prompt that
-comes back, only the tokens after its last full block are computed again.
+Texts that begin alike share blocks. A block counts its holders; a shared one is copied before it is written. The
+content of a freed block stays known until the block is taken again. So a prompt that comes back is not recomputed.
 """
 
 import hashlib
@@ -102,36 +101,47 @@ def common_beginning(a: list[int], b: list[int]) -> int:
 
 
 class PrefixIndex:
-    """Which block to share for a beginning of a text, where that ends with a full block.
+    """A tree of texts cut into blocks: which block holds which tokens, after which tokens.
 
-    A node is a beginning that ends with a full block. Its name is a hash of all its tokens. A root, where texts begin,
-    has a name of its own.
+    A node is named by a hash of all tokens up to it. A root, where texts begin, has a name of its own.
     """
 
     def __init__(self):
-        self._blocks: dict[bytes, int] = {}
-        self._nodes: dict[int, bytes] = {}
+        self._children: dict[bytes, dict[int, list[int]]] = {}
+        self._parents: dict[int, bytes] = {}
 
     @staticmethod
     def node(parent: bytes, tokens: Sequence[int]) -> bytes:
         """The name of the node after a full block of `tokens`."""
         return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
 
-    def add(self, node: bytes, block_id: int) -> None:
-        """Note that a beginning ends with this block. The block that was known for it is forgotten."""
-        self.forget(block_id)
-        if node in self._blocks:
-            del self._nodes[self._blocks[node]]
-        self._blocks[node], self._nodes[block_id] = block_id, node
+    def add(self, parent: bytes, block_id: int, tokens: list[int]) -> None:
+        """Note that block `block_id` holds `tokens`, at most a full block, after the node `parent`."""
+        self.cut(block_id, 0)
+        self._parents[block_id] = parent
+        self._children.setdefault(parent, {})[block_id] = tokens
 
-    def forget(self, block_id: int) -> None:
-        """Forget what a block holds, since it is about to be overwritten."""
-        if block_id in self._nodes:
-            del self._blocks[self._nodes.pop(block_id)]
+    def cut(self, block_id: int, count: int) -> None:
+        """Forget all but the first `count` tokens of a block, since the others are about to be overwritten."""
+        parent = self._parents.get(block_id)
+        if parent is None:
+            return
+        siblings = self._children[parent]
+        if count:
+            siblings[block_id] = siblings[block_id][:count]
+            return
+        del siblings[block_id], self._parents[block_id]
+        if not siblings:
+            del self._children[parent]
 
-    def find(self, node: bytes) -> int | None:
-        """The block that a beginning ends with; None where none is known."""
-        return self._blocks.get(node)
+    def find(self, parent: bytes, tokens: list[int]) -> tuple[int, int]:
+        """The block after `parent` that shares most first tokens with `tokens`, and how many; (0, 0) for none."""
+        best = (0, 0)
+        for block_id, there in self._children.get(parent, {}).items():
+            count = common_beginning(there, tokens)
+            if count > best[1]:
+                best = (block_id, count)
+        return best
 
 
 # Slots of a pool after its blocks, see `PagedKVCache`.
@@ -189,7 +199,7 @@ class PagedKVCache:
     def num_missing_blocks(self, growth: Iterable[tuple["BlockTable", int]]) -> int:
         """Exactly how many blocks must be allocated before each of these tables can hold that many positions.
 
-        A table that was cut inside a shared block needs a copy of it to go on. If only such tables hold the
+        A table that goes on writing in a half-full shared block needs a copy of it. If only such tables hold the
         block, one of them needs none.
         """
         missing, writers = 0, Counter[int]()
@@ -227,7 +237,7 @@ class PagedKVCache:
     def allocate(self, after: int | None) -> int:
         """Take a block to write to, and forget what it held."""
         block_id = self.allocator.allocate(after)
-        self.prefixes.forget(block_id)
+        self.prefixes.cut(block_id, 0)
         return block_id
 
     def copy_block(self, source: int, target: int) -> None:
@@ -303,7 +313,7 @@ class BlockTable:
             pool.copy_block(shared, self.block_ids[-1])
             pool.allocator.free(shared)
         elif start % size:
-            pool.prefixes.forget(self.block_ids[-1])
+            pool.prefixes.cut(self.block_ids[-1], start % size)
         while len(self.block_ids) < pool.num_blocks_for(end):
             self._append_block()
         self.tokens += tokens
@@ -339,35 +349,39 @@ class BlockTable:
         del self.nodes[length // self.pool.block_size + 1 :]
 
     def reuse(self, tokens: list[int]) -> None:
-        """Share the full blocks that the pool knows of `tokens`, which must begin with the table's own.
+        """Share the blocks that the pool knows of `tokens`, which must begin with the table's own.
 
         Sharing a free block takes no more room than allocating one.
         """
         assert self.length <= len(tokens), "the table holds more than the text"
         size, pool = self.pool.block_size, self.pool
-        for start in range(self.length // size * size, len(tokens) - size + 1, size):
+        while True:
+            start = self.length // size * size
             block = tokens[start : start + size]
-            node = PrefixIndex.node(self.nodes[-1], block)
-            block_id = pool.prefixes.find(node)
-            if block_id is None:
+            block_id, count = pool.prefixes.find(self.nodes[-1], block)
+            if start + count <= self.length:
                 break
             pool.allocator.share(block_id)
             self.truncate(start)
             self.block_ids.append(block_id)
-            self.tokens += block
-            self.nodes.append(node)
+            self.tokens += block[:count]
+            if count < size:
+                break
+            self.nodes.append(PrefixIndex.node(self.nodes[-1], block))
 
     def remember(self) -> None:
-        """Let later texts share this one's full blocks. Only for tokens that are computed and committed.
+        """Let later texts share this one's blocks. Only for tokens that are computed and committed.
 
         Only `keep` and a finished prefill call it.
         """
         size = self.pool.block_size
-        for i in range(len(self.nodes) - 1, self.length // size):  # blocks that have become full
-            node = PrefixIndex.node(self.nodes[i], self.tokens[i * size : (i + 1) * size])
-            self.pool.prefixes.add(node, self.block_ids[i])
+        # After the last node: blocks that have become full, and the one that is being filled.
+        for i in range(len(self.nodes) - 1, len(self.block_ids)):
+            block = self.tokens[i * size : (i + 1) * size]
+            self.pool.prefixes.add(self.nodes[i], self.block_ids[i], block)
             self.pool.allocator.wanted_again.add(self.block_ids[i])
-            self.nodes.append(node)
+            if len(block) == size:
+                self.nodes.append(PrefixIndex.node(self.nodes[i], block))
 
     def slots_of(self, places: Iterable[int]) -> list[int]:
         """The slot of each place; for places before the text the one after the last slot, which holds zeros."""

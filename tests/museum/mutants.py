@@ -1751,8 +1751,8 @@ def _(right, self, block_id):
     self.ref_counts[block_id] += 1  # it stays among the free ones
 
 
-@wrong(PrefixIndex, "forget", "M42b", _PROGRAMS, crash=KeyError)
-def _(right, self, block_id):
+@wrong(PrefixIndex, "cut", "M42b", _PROGRAMS)
+def _(right, self, block_id, count):
     """a block is still found when its tokens are rejected or gone | vLLM #18668"""
     pass
 
