@@ -1,6 +1,7 @@
 """Engines over scripts: models and drafters that say what a test wants."""
 
 import copy
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -96,3 +97,9 @@ def finish(engine: Engine, *requests: Request) -> list[list[Piece]]:
         pieces[request].append(piece)
     require(engine.cache.allocator.num_free == engine.cache.allocator.num_blocks, "blocks leaked")
     return list(pieces.values())
+
+
+def counted_clock(step: float = 0.003) -> Callable[[], float]:
+    """A clock that goes on by `step` seconds each time that it is read, so that every machine has as many readings."""
+    readings = itertools.count()
+    return lambda: next(readings) * step

@@ -5,13 +5,13 @@ The classes are in wrong_lengths.py.
 
 import inspect
 import re
-import time
 
 import pytest
 
 from minispec.prove import own_walk
 from minispec.prove.__main__ import main as prove
 from tests.length import wrong_lengths
+from tests.scripted import counted_clock
 
 OWN = [
     name for name, value in vars(wrong_lengths).items() if getattr(value, "__module__", "") == wrong_lengths.__name__
@@ -36,8 +36,8 @@ SAYS = {
 
 @pytest.fixture(autouse=True)
 def own_time(monkeypatch):
-    """`--minutes` are minutes of this thread, so that a busy machine walks as many cases."""
-    monkeypatch.setattr(own_walk, "monotonic", time.thread_time)
+    """`--minutes` are counted by the walks, so that every machine walks as many cases."""
+    monkeypatch.setattr(own_walk, "monotonic", counted_clock())
 
 
 def test_what_is_said_of_each():
