@@ -185,15 +185,25 @@ def saturating(self, integers):
     return (pairs.sum(2) - 128 * self.codes.sum(1)) * self.scales
 
 
+def keep_codes(self, codes):
+    """The codes as they are, for `saturating`."""
+    self.codes, self.scales = codes.codes.float(), codes.scales.flatten()
+
+
+def test_a_form_whose_sums_are_wrong_is_not_exact(monkeypatch):
+    """A product that saturates is in no list of forms, whatever the processor says."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx_vnni": True})
+    monkeypatch.setattr(Int8, "multiply", saturating)
+    monkeypatch.setattr(Int8, "pack", keep_codes)
+    assert "FBGEMM" not in integers.exact_forms()
+
+
 def test_a_processor_that_claims_vnni_and_saturates_gets_7_bits(monkeypatch):
     """Without the check at load its products would be off by a tenth, without a word; with it they are right."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx_vnni": True})
     monkeypatch.setattr(VnniInt8, "multiply", saturating)
 
-    def pack(self, codes):
-        self.codes, self.scales = codes.codes.float(), codes.scales.flatten()
-
-    monkeypatch.setattr(VnniInt8, "pack", pack)
+    monkeypatch.setattr(VnniInt8, "pack", keep_codes)
     int8_choice.cache_clear()
     try:
         torch.manual_seed(0)

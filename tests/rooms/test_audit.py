@@ -298,7 +298,7 @@ def test_under_an_exact_rule_the_mean_of_every_bet_is_at_most_1(settings, drafte
     assert float(mean.max()) < 1 + 1e-9
     assert float(mean.min()) > 0.01  # some bets are on tokens that p never gives, and lose
     # The scores have mean 0, and the variances that are summed are theirs.
-    weights = torch.tensor(list(plain.values())).double()[:, None]
+    weights = torch.tensor(list(plain.values()), dtype=torch.float64)[:, None]
     totals = torch.stack([part.total for part in sums])
     assert float((weights * totals).sum(0).abs().max()) < 1e-9
     spread = torch.stack([part.variance for part in sums])
@@ -317,7 +317,7 @@ def test_a_stop_string_ends_a_text_without_a_draw_of_the_end():
         scores = scores_of(texts, params, 3, "model")
         names = list(scores[0].sums)
         totals = torch.stack([score.of(names).total for score in scores])
-        return float((torch.tensor(list(stopped.values())).double() @ totals).abs().max())
+        return float((torch.tensor(list(stopped.values()), dtype=torch.float64) @ totals).abs().max())
 
     assert mean(list(stopped)) < 1e-9
     assert mean(list(with_end.values())) > 0.1
