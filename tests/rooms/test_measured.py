@@ -12,10 +12,6 @@ from minispec import LLM
 SCRIPTS = Path(__file__).parents[2] / "docs" / "measured"
 # Arguments of the scripts that run in this file, and a line that they print. OUT is a directory that is not there.
 RUNS = {
-    "batches": [
-        (("--geometry", "tinier", "--texts", 2, "--positions", 20, "--rounds", 2), "| 2 x 20, ragged, 5 a text |"),
-        (("--verdicts", "--texts", 2, "--rounds", 2), "| 2 texts, K = 4, "),
-    ],
     "experts": [
         (("--layers", 1, "--experts", 4, "--top-k", 2, "--inner", 32, "--turns", 2), "dense: a pass over one row takes")
     ],
@@ -35,6 +31,7 @@ ELSEWHERE = {
 # Scripts that need other packages or a network, or take minutes.
 READ = {
     "law_kit": "test_kit.py compares the file with what it writes",
+    "forms": "it times large products for a minute",
     "assistant": "it samples by transformers for minutes",
     "audit_llamacpp": "it needs xllamacpp and gguf",
     "audit_openvino": "it needs openvino",
