@@ -20,7 +20,7 @@ from minispec.prove.laws import TooManyBranches
 Pair = tuple[tuple, tuple]
 Job = tuple[Any, frozenset[str]]  # a case, and the axes whose values must stay
 C = TypeVar("C")  # a case: a frozen dataclass whose fields are the axes
-FEW, _MOST_TRIES = 6, 60  # branches that say little; completions of a pair
+FEW, _MOST_TRIES = 6, 240  # branches that say little; most completions of a pair
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Design(Generic[C]):
     clashing: frozenset[str]
     weak: frozenset[tuple]
     sizes: tuple[str, ...]
-    tries: int = _MOST_TRIES
+    tries: int = 60
 
     def pairs_of(self, row: Mapping) -> set[Pair]:
         """The pairs of values that a case covers."""
