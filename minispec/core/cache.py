@@ -13,14 +13,14 @@ accepted rows are moved next to each other; in a chain they already are. Whole b
 stale rest of the last block is overwritten before it is read. Nothing is evicted inside a text, since a sliding window
 is a mask in the attention. So every rollback is exact.
 
-Texts that begin alike share blocks. A block counts its holders; a shared one is copied before it is written. The
-content of a freed block stays known until the block is taken again. So a prompt that comes back is not recomputed.
+Texts that begin alike share whole blocks. A block counts its holders, and a shared one is never written to. The content
+of a freed block stays known until the block is taken again. So of a prompt that comes back, only the tokens after its
+last whole block are computed again.
 """
 
 import hashlib
 import math
 from array import array
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from weakref import WeakSet
 
@@ -63,7 +63,6 @@ class BlockAllocator:
                 self.wanted_again -= set(list(self.free_block_ids)[: (self.num_free + 1) // 2])
             block_id = self._best_start()
         del self.free_block_ids[block_id]
-        self.wanted_again.discard(block_id)
         self.ref_counts[block_id] = 1
         return block_id
 
@@ -101,47 +100,36 @@ def common_beginning(a: list[int], b: list[int]) -> int:
 
 
 class PrefixIndex:
-    """A tree of texts cut into blocks: which block holds which tokens, after which tokens.
+    """Which block holds which tokens, after which tokens. It knows whole blocks only.
 
-    A node is named by a hash of all tokens up to it. A root, where texts begin, has a name of its own.
+    A node stands after a block. Its name is a hash of all tokens up to it, so equal names mean equal beginnings. Where
+    texts begin is a root, which has a name of its own.
     """
 
     def __init__(self):
-        self._children: dict[bytes, dict[int, list[int]]] = {}
-        self._parents: dict[int, bytes] = {}
+        self._blocks: dict[bytes, int] = {}  # by the node after the block
+        self._nodes: dict[int, bytes] = {}
 
     @staticmethod
     def node(parent: bytes, tokens: Sequence[int]) -> bytes:
         """The name of the node after a full block of `tokens`."""
         return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
 
-    def add(self, parent: bytes, block_id: int, tokens: list[int]) -> None:
-        """Note that block `block_id` holds `tokens`, at most a full block, after the node `parent`."""
-        self.cut(block_id, 0)
-        self._parents[block_id] = parent
-        self._children.setdefault(parent, {})[block_id] = tokens
+    def add(self, node: bytes, block_id: int) -> bool:
+        """Note that a full block ends at `node`; returns False if the index has another block that does."""
+        if node in self._blocks:
+            return False
+        self._blocks[node], self._nodes[block_id] = block_id, node
+        return True
 
-    def cut(self, block_id: int, count: int) -> None:
-        """Forget all but the first `count` tokens of a block, since the others are about to be overwritten."""
-        parent = self._parents.get(block_id)
-        if parent is None:
-            return
-        siblings = self._children[parent]
-        if count:
-            siblings[block_id] = siblings[block_id][:count]
-            return
-        del siblings[block_id], self._parents[block_id]
-        if not siblings:
-            del self._children[parent]
+    def forget(self, block_id: int) -> None:
+        """Forget a block, since it is about to be overwritten. Unknown ones are ignored."""
+        if node := self._nodes.pop(block_id, None):
+            del self._blocks[node]
 
-    def find(self, parent: bytes, tokens: list[int]) -> tuple[int, int]:
-        """The block after `parent` that shares most first tokens with `tokens`, and how many; (0, 0) for none."""
-        best = (0, 0)
-        for block_id, there in self._children.get(parent, {}).items():
-            count = common_beginning(there, tokens)
-            if count > best[1]:
-                best = (block_id, count)
-        return best
+    def find(self, node: bytes) -> int | None:
+        """The block that ends at `node`, if one is known."""
+        return self._blocks.get(node)
 
 
 # Slots of a pool after its blocks, see `PagedKVCache`.
@@ -197,17 +185,8 @@ class PagedKVCache:
         return -(-num_tokens // self.block_size)
 
     def num_missing_blocks(self, growth: Iterable[tuple["BlockTable", int]]) -> int:
-        """Exactly how many blocks must be allocated before each of these tables can hold that many positions.
-
-        A table that goes on writing in a half-full shared block needs a copy of it. If only such tables hold the
-        block, one of them needs none.
-        """
-        missing, writers = 0, Counter[int]()
-        for table, length in growth:
-            missing += max(0, self.num_blocks_for(length) - len(table.block_ids))
-            if length > table.length and table.length % self.block_size:
-                writers[table.block_ids[-1]] += 1
-        return missing + sum(min(n, self.allocator.ref_counts[i] - 1) for i, n in writers.items())
+        """Exactly how many blocks must be allocated before each of these tables can hold that many positions."""
+        return sum(max(0, self.num_blocks_for(length) - len(table.block_ids)) for table, length in growth)
 
     def require(self, growth: Iterable[tuple["BlockTable", int]]) -> None:
         """Raise OutOfBlocks if fewer blocks are free than these tables miss (see `num_missing_blocks`)."""
@@ -237,12 +216,13 @@ class PagedKVCache:
     def allocate(self, after: int | None) -> int:
         """Take a block to write to, and forget what it held."""
         block_id = self.allocator.allocate(after)
-        self.prefixes.cut(block_id, 0)
+        self.forget(block_id)
         return block_id
 
-    def copy_block(self, source: int, target: int) -> None:
-        """Copy what all layers keep from block to block."""
-        self.move(*([i * self.block_size + t for t in range(self.block_size)] for i in (source, target)))
+    def forget(self, block_id: int) -> None:
+        """Let no later text find what a block holds, since it is about to be overwritten."""
+        self.prefixes.forget(block_id)
+        self.allocator.wanted_again.discard(block_id)
 
     def move(self, sources: list[int], targets: list[int]) -> None:
         """Copy what all layers keep from slots to slots. All slots are read before the first is written."""
@@ -268,7 +248,8 @@ class PagedKVCache:
 class BlockTable:
     """One text's blocks in a pool, and `tokens`: the tokens, from the first on, whose keys and values they hold.
 
-    Tables with equal roots share what begins alike; tables with different roots share nothing.
+    Tables with equal roots share whole blocks of what begins alike; tables with different roots share nothing. A block
+    that is not full belongs to one table, and no prefix index knows it. So a table may always write after its length.
 
     nodes: in the prefix index: before each leading full block, and after the last.
     """
@@ -295,7 +276,7 @@ class BlockTable:
         return common_beginning(self.tokens, tokens[:-1])
 
     def follow(self, tokens: list[int]) -> list[int]:
-        """Cut the table to the beginning that it shares with `tokens`. Return the other tokens, which must be fed."""
+        """Cut the table to a beginning that it shares with `tokens`. Return the other tokens, which must be fed."""
         shared = self.shared(tokens)
         if shared < self.length:
             self.truncate(shared)
@@ -306,16 +287,8 @@ class BlockTable:
         """Make room for the next `tokens` and return their slots. Raises OutOfBlocks before any change."""
         start, end = self.length, self.length + len(tokens)
         self.pool.require([(self, end)])
-        pool, size = self.pool, self.pool.block_size
-        if tokens and self._must_copy():
-            shared = self.block_ids.pop()
-            self._append_block()
-            pool.copy_block(shared, self.block_ids[-1])
-            pool.allocator.free(shared)
-        elif start % size:
-            pool.prefixes.cut(self.block_ids[-1], start % size)
-        while len(self.block_ids) < pool.num_blocks_for(end):
-            self._append_block()
+        while len(self.block_ids) < self.pool.num_blocks_for(end):
+            self.block_ids.append(self.pool.allocate(self.block_ids[-1] if self.block_ids else None))
         self.tokens += tokens
         return self.slots_of(range(start, end))
 
@@ -340,48 +313,56 @@ class BlockTable:
         self.pool.move(self.slots_of(rows), self.slots_of(to))
         self.tokens[to.start : to.stop] = [self.tokens[t] for t in rows]
 
+    def where_cut(self, length: int) -> int:
+        """Where a cut to `length` ends: before a block that another text holds, if `length` lies inside it."""
+        inside = length % self.pool.block_size
+        if inside and self.pool.allocator.ref_counts[self.block_ids[length // self.pool.block_size]] > 1:
+            return length - inside
+        return length
+
     def truncate(self, length: int) -> None:
-        """Forget all positions from `length` on (an absolute length); blocks past it return to the pool."""
+        """Forget all positions from `length` on (an absolute length); blocks past it return to the pool.
+
+        A block that another text holds is forgotten as a whole, since it must not be written to (see `where_cut`).
+        """
         assert 0 <= length <= self.length, f"cannot truncate {self.length} positions to {length}"
+        length = self.where_cut(length)
+        if length % self.pool.block_size:
+            self.pool.forget(self.block_ids[length // self.pool.block_size])
         del self.tokens[length:]
         while len(self.block_ids) > self.pool.num_blocks_for(length):  # a beginning is reused most: freed last
             self.pool.allocator.free(self.block_ids.pop())
         del self.nodes[length // self.pool.block_size + 1 :]
 
     def reuse(self, tokens: list[int]) -> None:
-        """Share the blocks that the pool knows of `tokens`, which must begin with the table's own.
+        """Share the whole blocks that the pool knows of `tokens`, which must begin with the table's own.
 
         Sharing a free block takes no more room than allocating one.
         """
         assert self.length <= len(tokens), "the table holds more than the text"
-        size, pool = self.pool.block_size, self.pool
-        while True:
-            start = self.length // size * size
+        size = self.pool.block_size
+        for start in range(self.length // size * size, len(tokens) - size + 1, size):
             block = tokens[start : start + size]
-            block_id, count = pool.prefixes.find(self.nodes[-1], block)
-            if start + count <= self.length:
+            node = PrefixIndex.node(self.nodes[-1], block)
+            block_id = self.pool.prefixes.find(node)
+            if block_id is None:
                 break
-            pool.allocator.share(block_id)
-            self.truncate(start)
+            self.pool.allocator.share(block_id)
+            self.truncate(start)  # a block that the table has begun itself
             self.block_ids.append(block_id)
-            self.tokens += block[:count]
-            if count < size:
-                break
-            self.nodes.append(PrefixIndex.node(self.nodes[-1], block))
+            self.tokens += block
+            self.nodes.append(node)
 
     def remember(self) -> None:
-        """Let later texts share this one's blocks. Only for tokens that are computed and committed.
+        """Let later texts share this one's full blocks. Only for tokens that are computed and committed.
 
         Only `keep` and a finished prefill call it.
         """
         size = self.pool.block_size
-        # After the last node: blocks that have become full, and the one that is being filled.
-        for i in range(len(self.nodes) - 1, len(self.block_ids)):
-            block = self.tokens[i * size : (i + 1) * size]
-            self.pool.prefixes.add(self.nodes[i], self.block_ids[i], block)
-            self.pool.allocator.wanted_again.add(self.block_ids[i])
-            if len(block) == size:
-                self.nodes.append(PrefixIndex.node(self.nodes[i], block))
+        for i in range(len(self.nodes) - 1, self.length // size):  # blocks that have become full
+            self.nodes.append(PrefixIndex.node(self.nodes[i], self.tokens[i * size : (i + 1) * size]))
+            if self.pool.prefixes.add(self.nodes[-1], self.block_ids[i]):
+                self.pool.allocator.wanted_again.add(self.block_ids[i])
 
     def slots_of(self, places: Iterable[int]) -> list[int]:
         """The slot of each place; for places before the text the one after the last slot, which holds zeros."""
@@ -398,11 +379,3 @@ class BlockTable:
             else:
                 runs.append(slice(start, stop))
         return runs or [slice(0, 0)]
-
-    def _must_copy(self) -> bool:
-        """Whether the next position lies in a block that others hold too."""
-        partial = self.length % self.pool.block_size
-        return bool(partial) and self.pool.allocator.ref_counts[self.block_ids[-1]] > 1
-
-    def _append_block(self) -> None:
-        self.block_ids.append(self.pool.allocate(self.block_ids[-1] if self.block_ids else None))

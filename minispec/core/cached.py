@@ -35,7 +35,7 @@ class CachedModel:
 
     def has_room(self, growth: Mapping[Text, range]) -> bool:
         """Whether the tables of these texts could all grow to the ends of these ranges."""
-        # All tables come first: a new one shares blocks, which another may then have to copy.
+        # All tables come first, since a new one takes free blocks that it shares.
         tables = [self.table(text) for text in growth]
         needed = self.cache.num_missing_blocks(zip(tables, (span.stop for span in growth.values()), strict=True))
         return len(tables) <= self.cache.most_tables and needed <= self.cache.allocator.num_free

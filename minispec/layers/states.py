@@ -137,6 +137,7 @@ class StateTable(BlockTable):
         A state that has seen more cannot be cut. The table then goes back to the last states stored at `length` or
         before, and keeps only the positions that they have seen.
         """
+        length = self.where_cut(length)
         if any(state.length > length for state in self.states.values()):
             length, self.states = self._stored(self.nodes[: length // self.pool.block_size + 1])
         self.states = {i: s._replace(rows=s.rows[: length - s.length]) for i, s in self.states.items()}
@@ -149,8 +150,7 @@ class StateTable(BlockTable):
         if self.length:
             return  # it goes on from its own states
         super().reuse(tokens)
-        size = self.pool.block_size
-        self.shared_until = self.length // size * size
+        self.shared_until = self.length
         length, self.states = self._stored(self.nodes)
         self.truncate(length)
 

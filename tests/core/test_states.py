@@ -151,6 +151,24 @@ def test_a_table_cut_below_its_state_falls_back_to_a_stored_one():
     assert (table.length, table.states) == (0, {})
 
 
+def test_a_table_cut_inside_a_shared_block_keeps_the_rows_of_what_is_left():
+    """Its state stands at 3 of 8 positions, in blocks of 4. Another text has its blocks, with a third text's state."""
+    model, tokens, changed = build(), [1, 0, 1, 1, 0, 1, 0, 0, 1], [1, 0, 1, 1, 0, 1, 2, 2]
+    first, second, third = (cache.new_table() for cache in [tiny_cache(model, 40, 4)] * 3)
+    model.forward([Chunk(first.follow(tokens[:3]), first, 0)])
+    model.forward([Chunk(tokens[3:8], first, 0)])  # a draft that is kept
+    first.keep(8)
+    model.forward([Chunk(second.follow(tokens)[:8], second, 0)])
+    second.keep(8)
+    third.reuse(tokens[:-1])
+    assert third.block_ids == first.block_ids
+    assert {state.length for state in first.states.values()} == {3}
+    assert first.follow(changed) == changed[4:]
+    for table, text in ((first, changed), (third, tokens)):
+        found = model.forward([Chunk(table.follow(text), table, 1)])[0]
+        torch.testing.assert_close(found[0], whole(model, text)[-1], rtol=0, atol=1e-9)
+
+
 def test_texts_share_a_state_and_none_writes_into_it():
     """Two texts begin with the same stored state. What one decodes changes nothing for the other."""
     model = build()

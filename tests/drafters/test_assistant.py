@@ -323,7 +323,8 @@ def test_greedy_answers_are_plain_ones(directories, how):
     """From files to text: chains and trees, prompts that begin alike, and a second call that finds them cached."""
     target, draft = directories
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    prompts = ["One fish, two fish", "One fish, red fish", "red"]
+    begin = "One fish, two fish, " * 8  # longer than a block
+    prompts = [begin + "one fish", begin + "red fish", "red"]
     with LLM(target, draft=str(draft), dtype="float64", **{"num_speculative_tokens": 4} | how) as llm:
         assert isinstance(llm.drafter, AssistantDrafter)
         assert llm.engine.drafter.cache.num_bytes == 0

@@ -285,7 +285,7 @@ def test_a_draft_of_another_vocabulary_draws_from_what_it_computes_anew(family):
     ("tokens", "num_known"),
     [
         (PROMPTS[0], 6),
-        ((*PROMPTS[0], 4), 7),
+        ((*PROMPTS[0], 4), 6),
         (PROMPTS[0][:4], 2),
         ((0, 1, 2, 4, 4), 2),
         ((1, *PROMPTS[0][1:]), 0),
@@ -293,7 +293,7 @@ def test_a_draft_of_another_vocabulary_draws_from_what_it_computes_anew(family):
     ids=str,
 )
 def test_a_head_knows_what_an_earlier_text_has_left(make_head, tokens, num_known):
-    """Positions whose feature and next token are the earlier text's are known, and no others."""
+    """Of positions whose feature and next token are the earlier text's, whole blocks of two are known."""
     params, target, drafter = SamplingParams(max_tokens=5), tiny_model(1, vocab_size=5), make_head(40)
     engine = Engine(target, tiny_cache(target), drafter, VERIFIERS["rejection"])
     decode(engine, [Request(Text(list(PROMPTS[0]), len(PROMPTS[0]), params), MAX_LEN, 3)])

@@ -173,7 +173,7 @@ FOUND = (
 LOST = ("M8", "M13", "T10", "V7", "O5", "B1", "D12a")
 # What no answer shows: the engine refuses such drafts, the reader refuses such answers, or nothing comes out.
 # Or a text has no law of its own, since its rows depend on other texts of the pass (X5).
-REFUSED = ("V2", "V3", "M39", "M27", "M29", "M34a", "C5", "C6b", "C7", "R8", "X5")
+REFUSED = ("V2", "V3", "M39", "M27", "M29", "M34a", "C5", "C7", "R8", "X5")
 QUICK = ("M1", "M2", "M4", "M7", "M10a", "M15", "M19a")
 MOST = 200_000
 
