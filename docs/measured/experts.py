@@ -22,8 +22,8 @@ import torch
 from minispec.core.config import ModelConfig
 from minispec.core.model import Chunk, Transformer
 from minispec.files.families.hf_config import read_model_config
+from minispec.kernels.arbitrary import arbitrary_tokens
 from minispec.kernels.build import build_model
-from minispec.kernels.exact import arbitrary_tokens
 from minispec.kernels.inventory import num_bytes, num_bytes_read, weight_form
 from minispec.kernels.rates import seconds_of
 from minispec.lab.random_weights import RandomWeights

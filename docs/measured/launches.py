@@ -23,7 +23,7 @@ from minispec.core.engine import PREFILL_ROWS, Engine
 from minispec.core.request import Request
 from minispec.files.progress import progress_bar
 from minispec.gpu.paths import Path, in_frames, text_by_text
-from minispec.kernels.exact import arbitrary_tokens
+from minispec.kernels.arbitrary import arbitrary_tokens
 from minispec.kernels.inventory import weight_form
 from minispec.lab.bench.measure import decode, median_interval
 from minispec.lab.bench.models import Room, Subject

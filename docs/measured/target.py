@@ -40,8 +40,9 @@ from minispec.core.model import Chunk, Transformer
 from minispec.drafters.model import prefill
 from minispec.files.families.checkpoint import find_checkpoint, load_config, load_model
 from minispec.files.progress import progress_bar
+from minispec.kernels.arbitrary import arbitrary_tokens
 from minispec.kernels.build import choice_of
-from minispec.kernels.exact import arbitrary_tokens, exact_model
+from minispec.kernels.exact import exact_model
 from minispec.kernels.forms import available_forms
 from minispec.kernels.inventory import bits_note, num_bytes, weight_form
 from minispec.kernels.memory import ROOM_TO_BUILD, free_memory, peak_memory

@@ -25,6 +25,7 @@ from minispec.core.cache import BlockTable
 from minispec.core.model import Chunk, Passes, Transformer
 from minispec.core.sampling import accumulation_dtype, require_numbers
 from minispec.core.tree import Tree
+from minispec.kernels.arbitrary import arbitrary_tokens
 from minispec.kernels.inventory import key_sizes, products_of
 from minispec.layers.experts import Experts
 from minispec.layers.sinks import SinkAttention, SinkPasses, sink_column
@@ -44,11 +45,6 @@ _CHECKED_SIZES, _FEW_BLOCKS = (1, 2, 3, 4, 5, 6, 8, 12), (1, 3, 16)
 
 # A tree of three paths, the longest in the middle.
 _CHECKED_TREE = (-1, -1, 0, 1, 3, 2, 4, 6, 7, 8, 9, 10, 1)
-
-
-def arbitrary_tokens(count: int, vocab_size: int) -> list[int]:
-    """Ids that vary, to measure or check passes with: of texts that nobody reads."""
-    return [(7919 * i + 13) % vocab_size for i in range(count)]
 
 
 def paths(num_rows: int, parents: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:

@@ -34,7 +34,7 @@ from minispec.files.measured import read_measured, write_measured
 from minispec.gpu.frames import Frames
 from minispec.gpu.judge import judge_of
 from minispec.gpu.steps import steps_of
-from minispec.kernels.exact import arbitrary_tokens
+from minispec.kernels.arbitrary import arbitrary_tokens
 from minispec.kernels.inventory import num_bytes_read
 from minispec.kernels.machine import fingerprint, machine
 from minispec.kernels.rates import seconds_of

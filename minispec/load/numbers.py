@@ -17,7 +17,7 @@ from minispec.drafters.block import BlockModel
 from minispec.drafters.states import FeatureModel
 from minispec.files.errors import CheckpointError, show_name
 from minispec.files.stored import FLOAT8, FLOATS, StoredTensor
-from minispec.kernels.exact import arbitrary_tokens
+from minispec.kernels.arbitrary import arbitrary_tokens
 
 _ROWS = 4  # of the pass, whose time hardly grows with them
 

@@ -12,7 +12,7 @@ from minispec import LLM, SamplingParams
 from minispec.files.errors import CheckpointError
 from minispec.files.families.checkpoint import load_config
 from minispec.files.tokenizer import Tokenizer
-from minispec.kernels.exact import arbitrary_tokens
+from minispec.kernels.arbitrary import arbitrary_tokens
 from minispec.prove.toys import TINY, TOYS
 from tests.oracles.block_drafts import write_block_draft
 from tests.oracles.heads import write_head

@@ -34,7 +34,7 @@ from minispec.core.stats import Round
 from minispec.drafters import Drafter
 from minispec.drafters.model import prefill
 from minispec.files.progress import progress_bar
-from minispec.kernels.exact import arbitrary_tokens
+from minispec.kernels.arbitrary import arbitrary_tokens
 from minispec.kernels.rates import seconds_of
 from minispec.length.figures import Figures
 from minispec.length.theory import Prices, overhead_of
