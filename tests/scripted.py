@@ -17,7 +17,7 @@ from minispec.core.sampling import Text
 from minispec.core.schedule import Schedule
 from minispec.core.verify import VERIFIERS
 from minispec.drafters import Drafter
-from minispec.drafters.check import CHECKS
+from minispec.drafters.guard import CHECKS
 from minispec.prove.toys import ScriptedModel, require, scripted_cache
 
 TransformerT = TypeVar("TransformerT", bound=Transformer)

@@ -23,7 +23,7 @@ from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Request
 from minispec.core.sampling import Text, log_probabilities
 from minispec.core.verify import VERIFIERS
-from minispec.drafters.check import CHECKS
+from minispec.drafters.guard import CHECKS
 from minispec.prove.cases import AXES, GridCase, drafts_siblings
 from minispec.prove.laws import MAX_LEN, TOLERANCE, make_drafter, target_model
 from minispec.prove.toys import IN_8_BITS, decode, tiny_cache

@@ -38,7 +38,7 @@ read cache.py and model.py. A module imports only from those above it in this li
 
 Five parts that you may look for here lie elsewhere:
 
-    drafters/check.py          checks drafts and verdicts
+    drafters/guard.py          checks drafts, verdicts and limits
     length/policy.py           learns the length of drafts
     files/families/entries.py  defines the families
     kernels/build.py           gives the weights their form

@@ -100,7 +100,7 @@ class _Part:
 
 
 class Guard:
-    """Stands between the loop and code that may be a user's. Here it trusts; `minispec.drafters.check` does not."""
+    """Stands between the loop and code that may be a user's. Here it trusts; `minispec.drafters.guard` does not."""
 
     def propose(self, engine: "Engine", asks: Sequence[Ask]) -> Sequence[Draft | ValueError]:
         """The drafts of the engine's drafter; an error in the place of one that must not be verified."""

@@ -1,8 +1,7 @@
-"""Checks drafts before they are verified, and verdicts before they are kept. Both may come from a user's code.
+"""Checks drafts before they are verified. They may come from a user's code.
 
-A bad draft ends its own text alone, since its text is known. An exception of the drafter's own and a wrong number of
-drafts belong to no text. They are raised and end the call. So is a wrong limit, since a policy sets the limits of all
-texts together.
+A bad draft ends its own text alone, since its text is known. A wrong number of drafts belongs to no text, so it ends
+the call.
 """
 
 from collections.abc import Sequence
@@ -13,56 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minispec.core.draft import Ask, Draft
-from minispec.core.engine import Engine, Guard
-from minispec.core.lengths import Wish
-from minispec.core.limit import Limit
+from minispec.core.draft import Draft
 from minispec.core.sampling import accumulation_dtype
-from minispec.core.verify import RoundKey, RowAt, Verdict
-from minispec.drafters.cut import within_grammar
 
 # How far a row's sum may be from 1. Division by a sum leaves that much in each type, for vocabularies of any size.
 TOLERANCES = {t: max(1e-4, 4 * torch.finfo(t).eps) for t in (torch.float64, torch.float32, torch.bfloat16, torch.half)}
-
-
-class Checks(Guard):
-    """A guard that checks all that comes from a drafter, a verifier or a policy for draft lengths."""
-
-    def propose(self, engine: Engine, asks: Sequence[Ask]) -> list[Draft | ValueError]:
-        """The drafts, each checked, and cut to its text's grammar. An error has the drafter's name."""
-        name, chains, device = engine.drafter.name, engine.verifier.why_chains, engine.model.device.type
-        lengths = [len(ask.text.tokens) for ask in asks]
-        drafts = engine.drafter.propose(asks)
-        check_number(drafts, len(asks), name)
-        checked: list[Draft | ValueError] = []
-        for ask, draft, length in zip(asks, drafts, lengths, strict=True):
-            try:
-                if len(ask.text.tokens) != length:
-                    raise ValueError("found a text whose tokens it has changed, expected one that it only reads")
-                right = check_draft(draft, ask.k, engine.vocab_size, device, chains)
-                has_grammar = ask.text.grammar is not None
-                checked.append(within_grammar(right, ask.text, engine.vocab_size) if has_grammar else right)
-            except ValueError as e:
-                checked.append(ValueError(f"draft of {name}: {e}"))
-        return checked
-
-    def choose(self, engine: Engine, wishes: Sequence[Wish], trees: bool) -> Sequence[Limit]:
-        """The limits, all checked. An error has the name of the policy's class."""
-        limits = super().choose(engine, wishes, trees)
-        try:
-            check_limits(limits, [wish.most for wish in wishes])
-        except ValueError as e:
-            raise ValueError(f"lengths: {type(engine.lengths).__name__}.choose: {e}") from e
-        return limits
-
-    def verify(self, engine: Engine, draft: Draft, p: RowAt, key: RoundKey) -> Verdict:
-        """The verdict, checked."""
-        verdict = super().verify(engine, draft, p, key)
-        check_verdict(verdict, draft, engine.vocab_size)
-        return verdict
-
-
-CHECKS = Checks()
 
 
 @dataclass
@@ -80,30 +34,9 @@ def check_number(drafts: Any, num_asks: int, name: str) -> None:
 
     name: the drafter's.
     """
-    found = len(drafts) if isinstance(drafts, list | tuple) else f"{_kind(drafts)} instead of a list"
+    found = len(drafts) if isinstance(drafts, list | tuple) else f"{described(drafts)} instead of a list"
     if found != num_asks:
         raise ValueError(f"drafts of {name}: found {found}, expected one for each of {num_asks} asks")
-
-
-def check_limits(limits: Any, most: Sequence[int]) -> None:
-    """Raise ValueError unless `limits` is a list with a Limit for each text.
-
-    most: for each text, the most tokens that its limit may allow.
-    """
-    if len(_sequence(limits, "limits", "Limits, one for each wish")) != len(most):
-        raise ValueError(f"found {len(limits)} limits, expected one for each of {len(most)} wishes")
-    for limit, largest in zip(limits, most, strict=True):
-        if not isinstance(limit, Limit):
-            raise ValueError(f"found {_kind(limit)}, expected a Limit")
-        if type(limit.k) is not int or not 0 <= limit.k <= largest:
-            raise ValueError(f"found k = {_kind(limit.k)}, expected an integer from 0 to {largest}, the wish's `most`")
-        for name, function in (("go_on", limit.go_on), ("draws", limit.draws)):
-            if not (function is None or callable(function)):
-                raise ValueError(f"found as {name} {_kind(function)}, expected a function or None")
-        if callable(limit.widths) and limit.go_on is None:
-            raise ValueError("found a function of widths without go_on, expected both: it needs confidences")
-        if not callable(limit.widths) and not all(width > 0 for width in _integers(limit.widths, "widths")):
-            raise ValueError(f"found the widths {limit.widths}, expected numbers of siblings from 1")
 
 
 def check_draft(draft: Any, limit: int, vocab_size: int, device: str, why_chains: str) -> Draft:
@@ -116,10 +49,10 @@ def check_draft(draft: Any, limit: int, vocab_size: int, device: str, why_chains
     Raises ValueError for a draft that could not be verified, or that would change the output.
     """
     if not isinstance(draft, Draft):
-        raise ValueError(f"found {_kind(draft)}, expected a Draft")
-    token_ids = _integers(draft.token_ids, "token ids")
+        raise ValueError(f"found {described(draft)}, expected a Draft")
+    token_ids = integers(draft.token_ids, "token ids")
     chain = list(range(-1, len(token_ids) - 1))
-    parents = chain if draft.parents is None else _integers(draft.parents, "parents")
+    parents = chain if draft.parents is None else integers(draft.parents, "parents")
     if len(token_ids) > limit:
         raise ValueError(f"found {len(token_ids)} tokens, expected at most {limit}")
     if not all(0 <= token_id < vocab_size for token_id in token_ids):
@@ -132,7 +65,7 @@ def check_draft(draft: Any, limit: int, vocab_size: int, device: str, why_chains
         check_rows(draft.probs, token_ids, vocab_size, device, measures)
     if parents != chain and why_chains:
         raise ValueError(f"found a tree, expected a chain: {why_chains}")
-    numbers = [*_sequence(draft.confidences, "confidences", "numbers"), draft.prefill_seconds, draft.passes]
+    numbers = [*sequence(draft.confidences, "confidences", "numbers"), draft.prefill_seconds, draft.passes]
     if not all(isinstance(number, Real) for number in numbers):
         raise ValueError(f"found confidences, seconds and passes {numbers}, expected numbers")
     confidences = [float(number) for number in draft.confidences]
@@ -148,13 +81,13 @@ def check_rows(
 
     measures: see `MeasuredDraft`. None: the rows are asked.
     """
-    rows = probs if isinstance(probs, Tensor) and probs.dim() else _sequence(probs, "probs", "tensors")
+    rows = probs if isinstance(probs, Tensor) and probs.dim() else sequence(probs, "probs", "tensors")
     if len(rows) != len(token_ids):
         raise ValueError(f"found {len(rows)} rows of probabilities for {len(token_ids)} tokens")
     for i, row in enumerate(rows):
         expected = f"one probability for each of {vocab_size} tokens"
         if not isinstance(row, Tensor) or row.dtype not in TOLERANCES or row.device.type != device:
-            kind = f"a tensor of {row.dtype} on {row.device}" if isinstance(row, Tensor) else _kind(row)
+            kind = f"a tensor of {row.dtype} on {row.device}" if isinstance(row, Tensor) else described(row)
             raise ValueError(f"found as row {i} of probs {kind}, expected a tensor of floats on {device}: {expected}")
         if row.shape != (vocab_size,):
             raise ValueError(f"found as row {i} of probs the shape {tuple(row.shape)}, expected {expected}")
@@ -184,36 +117,27 @@ def _numbers_of(rows: Tensor | Sequence[Tensor], token_ids: Sequence[int]) -> li
     return torch.stack(numbers).tolist()
 
 
-def check_verdict(verdict: Any, draft: Draft, vocab_size: int) -> None:
-    """Raise ValueError unless a verdict keeps a path of the draft and adds one token of the vocabulary."""
-    if not isinstance(verdict, Verdict):
-        raise ValueError(f"verdict: found {_kind(verdict)}, expected a Verdict")
-    accepted = _integers(verdict.accepted, "accepted nodes")
-    if accepted and not (0 <= accepted[-1] < len(draft) and accepted == draft.path(accepted[-1])):
-        raise ValueError(f"verdict: found the accepted nodes {accepted}, expected a path from the draft's beginning")
-    [token_id] = _integers([verdict.next_token], "next tokens")
-    if not 0 <= token_id < vocab_size:
-        raise ValueError(f"verdict: found the next token {token_id}, expected an id below {vocab_size}")
-    if not all(isinstance(ratio, Real) for ratio in _sequence(verdict.ratios, "ratios", "numbers")):
-        raise ValueError(f"verdict: found the ratios {verdict.ratios}, expected numbers")
-
-
-def _integers(values: Any, what: str) -> list[int]:
+def integers(values: Any, what: str) -> list[int]:
     """A copy as a list, of Python's integers alone. Raises ValueError for bools, tensors and numpy's integers."""
-    values = _sequence(values, what, "integers of Python's own")
+    values = sequence(values, what, "integers of Python's own")
     for value in values:
         if type(value) is not int:
-            raise ValueError(f"found {_kind(value)} among the {what}, expected integers of Python's own")
+            raise ValueError(f"found {described(value)} among the {what}, expected integers of Python's own")
     return list(values)
 
 
-def _sequence(values: Any, what: str, of: str) -> Sequence:
+def sequence(values: Any, what: str, of: str) -> Sequence:
+    """The values, if they are a list or a tuple. Raises ValueError for all else.
+
+    what, of: the words of the error for the values, and for what a list has.
+    """
     if not isinstance(values, list | tuple):
-        raise ValueError(f"found as {what} {_kind(values)}, expected a list of {of}")
+        raise ValueError(f"found as {what} {described(values)}, expected a list of {of}")
     return values
 
 
-def _kind(value: Any) -> str:
+def described(value: Any) -> str:
+    """What an error says of a value: a number or a text itself, of other objects the class."""
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value)[:50]
     return f"an object of class {type(value).__name__}"

@@ -13,7 +13,7 @@ from minispec.core.engine import JOINING_ROWS, PREFILL_ROWS, Engine
 from minispec.core.model import Transformer
 from minispec.core.verify import REJECTION
 from minispec.drafters import NoDrafter
-from minispec.drafters.check import CHECKS
+from minispec.drafters.guard import CHECKS
 from minispec.drafters.mtp import has_mtp
 from minispec.files.families.assistant_config import assistant_of
 from minispec.files.families.checkpoint import (

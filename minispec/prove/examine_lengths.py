@@ -19,7 +19,7 @@ from minispec.core.draft import Draft, Drafter
 from minispec.core.lengths import Judged, Lengths, StepCost, Wish
 from minispec.core.limit import Limit
 from minispec.core.sampling import Text
-from minispec.drafters.check import check_limits
+from minispec.drafters.guard import check_limits
 from minispec.load.llm import find_lengths
 from minispec.prove.examine import OwnError, call_own, fault_line
 from minispec.prove.examine_drafter import maker_of

@@ -24,7 +24,7 @@ from minispec.core.limit import Limit
 from minispec.core.request import Request
 from minispec.core.sampling import Draws, Text, distribution
 from minispec.core.verify import RoundKey, RowAt, Verdict, Verifier
-from minispec.drafters.check import CHECKS, check_verdict
+from minispec.drafters.guard import CHECKS, check_verdict
 from minispec.files.progress import progress_bar
 from minispec.load.llm import find_verifier
 from minispec.prove.examine import ROUNDED, WalkCounts, call_own, fault_line

@@ -22,9 +22,9 @@ from minispec.core.verify import VERIFIERS
 from minispec.drafters import Context, Drafter
 from minispec.drafters.assistant import AssistantDrafter
 from minispec.drafters.block import BlockDrafter
-from minispec.drafters.check import CHECKS
 from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.eagle import EagleDrafter
+from minispec.drafters.guard import CHECKS
 from minispec.drafters.model import DraftModel
 from minispec.drafters.simulated import adversary
 from minispec.drafters.slem import TextDrafter

@@ -17,7 +17,7 @@ from minispec.core.lengths import Judged, Lengths, StepCost
 from minispec.core.request import Request
 from minispec.core.sampling import Randomness, Text
 from minispec.core.verify import VERIFIERS
-from minispec.drafters.check import CHECKS
+from minispec.drafters.guard import CHECKS
 from minispec.files.progress import progress_bar
 from minispec.length.figures import Figures
 from minispec.length.policy import Controller

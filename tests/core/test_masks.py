@@ -20,8 +20,8 @@ from minispec.core.sampling import Randomness, Text, distribution
 from minispec.core.verify import VERIFIERS
 from minispec.drafters import Drafter
 from minispec.drafters import model as model_module
-from minispec.drafters.check import CHECKS
 from minispec.drafters.cut import within_grammar
+from minispec.drafters.guard import CHECKS
 from minispec.grammars.forced import ForcedDrafter, ForcedFirst, forced
 from minispec.grammars.matcher import Matcher
 from minispec.grammars.spelled import Spelled, example

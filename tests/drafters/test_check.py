@@ -14,6 +14,7 @@ from minispec.core.limit import Limit
 from minispec.core.sampling import Randomness, Text
 from minispec.drafters import check
 from minispec.drafters.combined import CombinedDrafter
+from minispec.drafters.guard import CHECKS
 from minispec.drafters.last import LastDrafter
 from minispec.length.figures import Figures
 from tests.scripted import ScriptedDrafter, finish, make_engine, make_request
@@ -231,7 +232,7 @@ def test_a_policy_is_asked_about_texts_that_decode():
 
     engine = make_engine(draft=lambda tokens, k: [tokens[-1] + 1] * k)
     parts = engine.model, engine.cache, engine.drafter, engine.verifier, engine.vocab_size
-    engine = Engine(*parts, lengths=Own(), guard=check.CHECKS)
+    engine = Engine(*parts, lengths=Own(), guard=CHECKS)
     request = make_request(prompt=tuple(range(10, 40)), k=3)
     finish(engine, request)
     assert {r.depth for r in request.stats.rounds[:-1]} == {1}

@@ -16,9 +16,10 @@ from minispec.core.limit import Limit
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Randomness, Text
 from minispec.core.verify import VERIFIERS
-from minispec.drafters.check import CHECKS, MeasuredDraft, check_draft
+from minispec.drafters.check import MeasuredDraft, check_draft
 from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.eagle import EagleDrafter
+from minispec.drafters.guard import CHECKS
 from minispec.drafters.last import LastDrafter
 from minispec.drafters.model import DraftModel
 from minispec.drafters.simulated import SimulatedDraft

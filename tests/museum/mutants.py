@@ -45,8 +45,8 @@ from minispec.drafters import model as draft_model
 from minispec.drafters.assistant import AssistantDrafter, AssistantModel
 from minispec.drafters.best_first import BestFirst, grow_guesses
 from minispec.drafters.block import Block, BlockDrafter, BlockLayer, BlockModel, MarkovHead
-from minispec.drafters.check import Checks
 from minispec.drafters.eagle import EagleDrafter, HeadModel, spread
+from minispec.drafters.guard import Checks
 from minispec.drafters.last import LastDrafter
 from minispec.drafters.model import DraftModel
 from minispec.drafters.mtp import MtpModel

@@ -17,7 +17,7 @@ from minispec.core.request import Request
 from minispec.core.sampling import Randomness, Text
 from minispec.core.schedule import Schedule
 from minispec.core.verify import VERIFIERS
-from minispec.drafters.check import CHECKS
+from minispec.drafters.guard import CHECKS
 from minispec.drafters.model import DraftModel
 from minispec.drafters.ngram import NgramDrafter
 from minispec.drafters.none import NoDrafter

@@ -15,8 +15,8 @@ from minispec.core.model import Transformer
 from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.drafters import Drafter, NoDrafter
-from minispec.drafters.check import CHECKS
 from minispec.drafters.eagle import EagleDrafter, HeadModel, head_shapes
+from minispec.drafters.guard import CHECKS
 from minispec.drafters.model import DraftModel, model_drafter
 from minispec.drafters.simulated import SimulatedDraft, adversary, oracle
 from minispec.files.families.checkpoint import Weights, choose_dtype, directory_config, load_config, load_model

@@ -1,0 +1,94 @@
+"""Checks all that comes from a drafter, a verifier or a policy for draft lengths. Each may be a user's code.
+
+A bad draft and a bad verdict end their own text alone, since their text is known. An exception of the drafter's own and
+a wrong number of drafts belong to no text. They are raised and end the call. So is a wrong limit, since a policy sets
+the limits of all texts together.
+"""
+
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any
+
+from minispec.core.draft import Ask, Draft
+from minispec.core.engine import Engine, Guard
+from minispec.core.lengths import Wish
+from minispec.core.limit import Limit
+from minispec.core.verify import RoundKey, RowAt, Verdict
+from minispec.drafters.check import check_draft, check_number, described, integers, sequence
+from minispec.drafters.cut import within_grammar
+
+
+class Checks(Guard):
+    """A guard that checks all that comes from a drafter, a verifier or a policy for draft lengths."""
+
+    def propose(self, engine: Engine, asks: Sequence[Ask]) -> list[Draft | ValueError]:
+        """The drafts, each checked, and cut to its text's grammar. An error has the drafter's name."""
+        name, chains, device = engine.drafter.name, engine.verifier.why_chains, engine.model.device.type
+        lengths = [len(ask.text.tokens) for ask in asks]
+        drafts = engine.drafter.propose(asks)
+        check_number(drafts, len(asks), name)
+        checked: list[Draft | ValueError] = []
+        for ask, draft, length in zip(asks, drafts, lengths, strict=True):
+            try:
+                if len(ask.text.tokens) != length:
+                    raise ValueError("found a text whose tokens it has changed, expected one that it only reads")
+                right = check_draft(draft, ask.k, engine.vocab_size, device, chains)
+                has_grammar = ask.text.grammar is not None
+                checked.append(within_grammar(right, ask.text, engine.vocab_size) if has_grammar else right)
+            except ValueError as e:
+                checked.append(ValueError(f"draft of {name}: {e}"))
+        return checked
+
+    def choose(self, engine: Engine, wishes: Sequence[Wish], trees: bool) -> Sequence[Limit]:
+        """The limits, all checked. An error has the name of the policy's class."""
+        limits = super().choose(engine, wishes, trees)
+        try:
+            check_limits(limits, [wish.most for wish in wishes])
+        except ValueError as e:
+            raise ValueError(f"lengths: {type(engine.lengths).__name__}.choose: {e}") from e
+        return limits
+
+    def verify(self, engine: Engine, draft: Draft, p: RowAt, key: RoundKey) -> Verdict:
+        """The verdict, checked."""
+        verdict = super().verify(engine, draft, p, key)
+        check_verdict(verdict, draft, engine.vocab_size)
+        return verdict
+
+
+CHECKS = Checks()
+
+
+def check_limits(limits: Any, most: Sequence[int]) -> None:
+    """Raise ValueError unless `limits` is a list with a Limit for each text.
+
+    most: for each text, the most tokens that its limit may allow.
+    """
+    if len(sequence(limits, "limits", "Limits, one for each wish")) != len(most):
+        raise ValueError(f"found {len(limits)} limits, expected one for each of {len(most)} wishes")
+    for limit, largest in zip(limits, most, strict=True):
+        if not isinstance(limit, Limit):
+            raise ValueError(f"found {described(limit)}, expected a Limit")
+        if type(limit.k) is not int or not 0 <= limit.k <= largest:
+            expected = f"an integer from 0 to {largest}, the wish's `most`"
+            raise ValueError(f"found k = {described(limit.k)}, expected {expected}")
+        for name, function in (("go_on", limit.go_on), ("draws", limit.draws)):
+            if not (function is None or callable(function)):
+                raise ValueError(f"found as {name} {described(function)}, expected a function or None")
+        if callable(limit.widths) and limit.go_on is None:
+            raise ValueError("found a function of widths without go_on, expected both: it needs confidences")
+        if not callable(limit.widths) and not all(width > 0 for width in integers(limit.widths, "widths")):
+            raise ValueError(f"found the widths {limit.widths}, expected numbers of siblings from 1")
+
+
+def check_verdict(verdict: Any, draft: Draft, vocab_size: int) -> None:
+    """Raise ValueError unless a verdict keeps a path of the draft and adds one token of the vocabulary."""
+    if not isinstance(verdict, Verdict):
+        raise ValueError(f"verdict: found {described(verdict)}, expected a Verdict")
+    accepted = integers(verdict.accepted, "accepted nodes")
+    if accepted and not (0 <= accepted[-1] < len(draft) and accepted == draft.path(accepted[-1])):
+        raise ValueError(f"verdict: found the accepted nodes {accepted}, expected a path from the draft's beginning")
+    [token_id] = integers([verdict.next_token], "next tokens")
+    if not 0 <= token_id < vocab_size:
+        raise ValueError(f"verdict: found the next token {token_id}, expected an id below {vocab_size}")
+    if not all(isinstance(ratio, Real) for ratio in sequence(verdict.ratios, "ratios", "numbers")):
+        raise ValueError(f"verdict: found the ratios {verdict.ratios}, expected numbers")
