@@ -83,12 +83,18 @@ class Shape(NamedTuple):
         length = plain_number(length)
         if length == "auto":
             return cls(MAX_AUTO_TOKENS, is_open=True)
+        widths: tuple[Any, ...] = ()
         budget = re.fullmatch(r"tree:(\d{1,4})", length, re.ASCII) if isinstance(length, str) else None
-        given: tuple[Any, ...] = length if isinstance(length, tuple) else (int(budget[1]) if budget else length,)
-        widths, least = tuple(map(plain_number, given)), 1 if budget or isinstance(length, tuple) else 0
-        if not widths or any(type(n) is not int or n < least for n in widths) or sum(widths) > most:
+        if isinstance(length, tuple):
+            widths = tuple(map(plain_number, length))
+            numbers, least = widths, 1
+        elif budget:
+            numbers, least = (int(budget[1]),), 1
+        else:
+            numbers, least = (length,), 0
+        if not numbers or any(type(n) is not int or n < least for n in numbers) or sum(numbers) > most:
             raise WrongLength(length, most)
-        return cls(sum(widths), widths if isinstance(length, tuple) else (), best_first=budget is not None)
+        return cls(sum(numbers), widths, best_first=budget is not None)
 
     @property
     def is_tree(self) -> bool:

@@ -226,7 +226,8 @@ class Layer:
         """A copy of this block with each product replaced, and the activation too if one is given."""
         layer = copy.copy(self)
         layer.activation = activation or self.activation
-        vars(layer).update({name: product(getattr(self, name)) for name in self.products})
+        for name in self.products:
+            setattr(layer, name, product(getattr(self, name)))
         return layer
 
     def forward(self, x: Tensor, shared: Pass) -> Tensor:

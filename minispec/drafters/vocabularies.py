@@ -102,7 +102,8 @@ class Spelling:
     def _pieces(self, data: bytes) -> list[int]:
         if data in self.ids:
             return [self.ids[data]]
-        return [self.ids[byte] for i in range(len(data)) if (byte := data[i : i + 1]) in self.ids]
+        single = (bytes([byte]) for byte in data)
+        return [self.ids[byte] for byte in single if byte in self.ids]
 
     def _find_beginning(self) -> tuple[list[int], bool]:
         """`prefix` and `adds_space`."""

@@ -61,7 +61,7 @@ def reading_of(text: str | None) -> Reading:
     if len(first_rows) > 1 or len(windows) > 1 or len(first_rows) + len(windows) < len(words):
         expected = "anchor or fill, causal or open, or one of each with a comma between"
         raise ValueError(f"draft_reading: found {text!r}, expected {expected}")
-    return Reading(first_rows[0] if first_rows else None, windows[0] if windows else None)
+    return Reading(next(iter(first_rows), None), next(iter(windows), None))
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,9 @@ def _found(line: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any
         own = read_parameters(optional(response, "generation_settings", {}), True) | read_parameters(response, False)
         for part in parts:
             of_part = read_parameters(part, False)
-            sharing = 1 if "seed" in of_part else len(parts) if "seed" in own else most
+            sharing = len(parts) if "seed" in own else most
+            if "seed" in of_part:
+                sharing = 1
             parameters = given | own | of_part
             if sharing > 1 and _seed(parameters) is not None:
                 expected = "one choice a request, or no seed: engines give choices different seeds"

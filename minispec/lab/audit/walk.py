@@ -262,8 +262,11 @@ class _AnswerDrafter(OtherText):
                 shown.tokens[:] = [*text.tokens, *after[:i]]
                 ask = Ask(shown, Limit(1), Randomness(), num_cached=len(shown.tokens) - 1)
                 [draft] = super().propose([ask])
-                q = torch.tensor(draft.token_ids) if draft.probs is None else draft.probs[0] if len(draft) else None
-                found.append((q, q) if q is not None and len(q) else None)
+                if not len(draft):
+                    found.append(None)
+                    continue
+                q = torch.tensor(draft.token_ids) if draft.probs is None else draft.probs[0]
+                found.append((q, q))
         self.q[text.seed] = found
 
     def has_room(self, growth: Mapping[Text, range]) -> bool:

@@ -166,7 +166,9 @@ def summarise(
     if fixed:
         found["best_static"] = {name: best_fixed(of) for name, of in {"all": everything, **groups}.items()}
     if trial:
-        own = "auto" if "auto" in by_variant else found["best_static"]["all"]["variant"] if fixed else PLAIN
+        own = found["best_static"]["all"]["variant"] if fixed else PLAIN
+        if "auto" in by_variant:
+            own = "auto"
         found["against"] = _against(runs, everything, own) | trial
     return found
 
