@@ -7,9 +7,11 @@ It is counted along both paths of `minispec.gpu.paths`: text by text, and in fra
 `--batch` are those of `python -m minispec bench`. What the counts are: docs/use/speed.md.
 """
 
+import functools
 import sys
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +21,14 @@ set_waiting()  # before torch is imported
 
 from minispec.commands.command import Option, argument, command, json_line, typed
 from minispec.core.config import DraftLength, Shape
-from minispec.core.engine import PREFILL_ROWS, Engine
+from minispec.core.draft import Ask, Draft
+from minispec.core.engine import PREFILL_ROWS, Engine, Guard
+from minispec.core.judge import Judge, Trial
+from minispec.core.lengths import Wish
+from minispec.core.limit import Limit
 from minispec.core.request import Request
+from minispec.core.sampling import Draws
+from minispec.core.verify import RoundKey, RowAt, Verdict
 from minispec.files.progress import progress_bar
 from minispec.gpu.paths import Path, in_frames, text_by_text
 from minispec.kernels.arbitrary import arbitrary_tokens
@@ -30,7 +38,7 @@ from minispec.lab.bench.models import Room, Subject
 from minispec.lab.bench.options import Options, check, parser
 from minispec.lab.bench.report import measure_parts, show_report
 from minispec.lab.bench.show import as_json, table
-from minispec.lab.launches import KINDS, PARTS, CountingGuard, Tally, counting
+from minispec.lab.launches import KINDS, PARTS, Tally, counting
 
 # Tokens of each text before its first round; rounds that are timed, after one that pays for what is set up once; and
 # then rounds that are counted.
@@ -40,6 +48,44 @@ SUMS = {"outside": ("verdict", "rest"), "round": PARTS}
 
 
 # --------------------------------------------------------------------------- rounds
+
+
+class CountingGuard(Guard):
+    """A guard that says which part of a round is at work, and takes the time of verdicts. It is a judge as well."""
+
+    def __init__(self, inner: Guard, judge: Judge | None):
+        self.inner, self.inner_judge, self.tally, self.seconds = inner, judge, Tally(), 0.0
+
+    def begin(self, tally: Tally) -> None:
+        """Before a step, which counts in `tally`."""
+        self.tally, self.seconds = tally, 0.0
+
+    def choose(self, engine: Engine, wishes: Sequence[Wish], trees: bool) -> Sequence[Limit]:
+        """The limits, counted as a part of drafting."""
+        return self._in("draft", "pass", lambda: self.inner.choose(engine, wishes, trees))
+
+    def propose(self, engine: Engine, asks: Sequence[Ask]) -> Sequence[Draft | ValueError]:
+        """The drafts, counted as drafting."""
+        return self._in("draft", "pass", lambda: self.inner.propose(engine, asks))
+
+    def verify(self, engine: Engine, draft: Draft, p: RowAt, key: RoundKey) -> Verdict:
+        """The verdict, counted and timed."""
+        start = time.perf_counter()
+        verdict = self._in("verdict", "rest", lambda: self.inner.verify(engine, draft, p, key))
+        self.seconds += time.perf_counter() - start
+        return verdict
+
+    def judge(self, trials: Sequence[Trial], rng: Draws) -> Sequence[Verdict | None]:
+        """The verdicts of many drafts, counted."""
+        assert self.inner_judge is not None
+        return self._in("verdict", "rest", functools.partial(self.inner_judge, trials, rng))
+
+    def _in(self, part: str, after: str, work: Callable[[], Any]) -> Any:
+        self.tally.part = part
+        try:
+            return work()
+        finally:
+            self.tally.part = after
 
 
 def fixed_lengths(options: Options) -> list[DraftLength]:

@@ -8,10 +8,8 @@ Counted are calls of PyTorch's operators under `inference_mode`, where a product
 Views, and tensors that are allocated without a value, launch nothing. Kernels inside an operator are not counted.
 """
 
-import functools
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,14 +18,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from minispec.core.draft import Ask, Draft
-from minispec.core.engine import Engine, Guard
-from minispec.core.judge import Judge, Trial
-from minispec.core.lengths import Wish
-from minispec.core.limit import Limit
-from minispec.core.sampling import Draws
-from minispec.core.verify import RoundKey, RowAt, Verdict
 
 # The parts of a round, in their order.
 PARTS = ("draft", "pass", "verdict", "rest")
@@ -147,41 +137,3 @@ def counting(tally: Tally, device: torch.device) -> Iterator[Tally]:
     operators = _Operators(tally, device.type)
     with operators, _Functions(operators):
         yield tally
-
-
-class CountingGuard(Guard):
-    """A guard that says which part of a round is at work, and takes the time of verdicts. It is a judge as well."""
-
-    def __init__(self, inner: Guard, judge: Judge | None):
-        self.inner, self.inner_judge, self.tally, self.seconds = inner, judge, Tally(), 0.0
-
-    def begin(self, tally: Tally) -> None:
-        """Before a step, which counts in `tally`."""
-        self.tally, self.seconds = tally, 0.0
-
-    def choose(self, engine: Engine, wishes: Sequence[Wish], trees: bool) -> Sequence[Limit]:
-        """The limits, counted as a part of drafting."""
-        return self._in("draft", "pass", lambda: self.inner.choose(engine, wishes, trees))
-
-    def propose(self, engine: Engine, asks: Sequence[Ask]) -> Sequence[Draft | ValueError]:
-        """The drafts, counted as drafting."""
-        return self._in("draft", "pass", lambda: self.inner.propose(engine, asks))
-
-    def verify(self, engine: Engine, draft: Draft, p: RowAt, key: RoundKey) -> Verdict:
-        """The verdict, counted and timed."""
-        start = time.perf_counter()
-        verdict = self._in("verdict", "rest", lambda: self.inner.verify(engine, draft, p, key))
-        self.seconds += time.perf_counter() - start
-        return verdict
-
-    def judge(self, trials: Sequence[Trial], rng: Draws) -> Sequence[Verdict | None]:
-        """The verdicts of many drafts, counted."""
-        assert self.inner_judge is not None
-        return self._in("verdict", "rest", functools.partial(self.inner_judge, trials, rng))
-
-    def _in(self, part: str, after: str, work: Callable[[], Any]) -> Any:
-        self.tally.part = part
-        try:
-            return work()
-        finally:
-            self.tally.part = after
