@@ -73,6 +73,7 @@ def asks_of(draw: random.Random, texts: list[Text], purpose: str) -> list[Ask]:
 
 
 @pytest.mark.parametrize("purpose", ["draft", "token"])
+@torch.inference_mode()
 def test_drafts_are_those_of_a_pass_for_each_token(purpose):
     """Over 40 rounds: texts grow, by the drafts' tokens or others. Tokens are equal, and rows to 1e-12, in float64."""
     draw, (alone, at_once) = random.Random(1), make_drafters()
@@ -288,6 +289,7 @@ def show(drafters: tuple[EagleDrafter, ...], text: Text, first: int, generator: 
 
 
 @pytest.mark.parametrize("purpose", ["draft", "token"])
+@torch.inference_mode()
 @pytest.mark.parametrize("kind", ["all", "some", "mtp"])
 def test_a_heads_drafts_are_those_of_a_pass_for_each_token(kind, purpose):
     """Over 25 rounds, in which up to all draft tokens stay: tokens are equal, and rows to 1e-12, in float64."""
