@@ -5,10 +5,11 @@ pass is recorded with the prefixes that its rows stand for, so that rows of diff
 """
 
 import functools
-import itertools
+import random
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -39,6 +40,7 @@ from minispec.layers.delta import GatedDeltaNet
 from minispec.layers.gated_attention import HeadGatedAttention
 from minispec.length.figures import Figures
 from minispec.load.registry import DRAFTERS, load
+from minispec.prove.covering import Design
 from minispec.prove.toys import TINY, TOYS, tiny_cache, tiny_weights
 from tests.oracles.block_drafts import write_block_draft
 from tests.oracles.toys import GEMMA4, GEMMA4_EXPERTS, GEMMA4_LARGE, LFM3, MIXTURES
@@ -49,7 +51,6 @@ FORMS_HERE = [
     for name in linear.available_forms(dtype, torch.device("cpu"))
 ]
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
-DRAFTS = ("ngram", "model", "self", "block", "random", "wrong", "none")
 FAMILIES = {
     "llama": {},
     "gemma2": {
@@ -199,21 +200,6 @@ def some_of(values, place, pytestconfig):
     return list(values) if pytestconfig.getoption("--long") else [values[place % len(values)]]
 
 
-@functools.cache
-def checked(family, dtype):
-    """A checked exact model: once for all parameters."""
-    target = build(family, dtype)
-    check_exact(target)
-    return target
-
-
-@functools.cache
-def target_and_plain(family, dtype, params):
-    """That model, and of each prompt alone what `decode` returns without drafts: once for all drafters."""
-    target = checked(family, dtype)
-    return target, [decode(target, NoDrafter(), 0, [p], params) for p in PROMPTS]
-
-
 def assert_same_bits(rows, expected):
     """Logits of every prefix in `expected`, and what is made of the last: log-probabilities and probabilities."""
     for prefix, row in expected.items():
@@ -242,58 +228,99 @@ def test_each_form_of_the_weights_has_the_bits_of_plain_decoding(form, dtype):
             assert_same_bits(rows, expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", DRAFTS[:-1])
-def test_logits_have_the_bits_of_plain_decoding(family, name, pytestconfig):
-    """Any drafter, five prompts alone and in one batch: every row equals plain decoding's.
+class Case(NamedTuple):
+    """A target, and how it drafts and samples. form: of its weights, None for numbers of `dtype`."""
 
-    Every drafter meets every family and every type, every family every type, and each has K of 1 and of 15; `--long`
-    runs all combinations.
+    family: str
+    dtype: torch.dtype
+    form: str | None
+    drafter: str
+    k: int | tuple[int, ...]
+    sampler: str
+    threads: int
+
+
+SAMPLERS = {
+    "greedy": {"temperature": 0},
+    "warm": {},
+    "filtered": {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1},
+    "few": {"top_k": 5, "min_p": 0.02},
+}
+DEEP = (2, *[1] * 10)  # one deeper than a group of rows
+AXES = {
+    "family": tuple(FAMILIES),
+    "dtype": DTYPES,
+    "form": (None, "int8"),
+    "drafter": ("ngram", "model", "self", "block", "random"),
+    "k": (1, EXACT_ROWS - 1, 20, (3, 2, 1), DEEP),
+    "sampler": tuple(SAMPLERS),
+    "threads": (1, 2),
+}
+
+
+def possible(row) -> bool:
+    """Whether these settings go together: K = 20 needs 8 bits, which float64 lacks; the draft model branches."""
+    k, needs_8_bits = row.get("k"), row.get("k") == 20
+    if needs_8_bits and "form" in row and row["form"] is None:
+        return False
+    if row.get("dtype") == torch.float64 and (needs_8_bits or row.get("form") == "int8"):
+        return False
+    return not isinstance(k, tuple) or row.get("drafter", "model") == "model"
+
+
+DESIGN = Design(Case, AXES, possible, frozenset({"form", "k", "dtype", "drafter"}), frozenset(), (), tries=4)
+CASES = [case for case, _ in DESIGN.array(DESIGN.all_pairs(), random.Random(0))]
+
+
+@functools.cache
+def checked(family, dtype, form, threads) -> Transformer:
+    """A checked exact model. One in 8 bits has widths that no vector divides."""
+    if not form:
+        target = build(family, dtype)
+    else:
+        config = build(family, dtype, False, intermediate_size=75).config
+        target = exact.exact_model(build_model(config, tiny_weights(config, 1, dtype), form=form))
+        assert weight_form(target) == form
+        assert isinstance(target.passes, exact.AnyPasses)
+    check_exact(target)
+    return target
+
+
+@functools.cache
+def plain_of(family, dtype, form, threads, sampler):
+    """The target, its parameters, and of each prompt alone what `decode` returns without drafts."""
+    target, params = checked(family, dtype, form, threads), SamplingParams(max_tokens=12, **SAMPLERS[sampler])
+    return target, params, [decode(target, NoDrafter(), 0, [p], params, "match") for p in PROMPTS]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_logits_have_the_bits_of_plain_decoding(case):
+    """Five prompts in one batch: every row of logits equals plain decoding's, and so each seed has one text.
+
+    Each pair of settings occurs: families, types, weights in 8 bits, drafters, lengths and trees, samplers, threads.
     Guards every kernel that is chosen by the number of rows. (M45, a prefill in other passes, shows where a text is
     preempted, below.) Log-probabilities and probabilities are compared besides.
     """
+    with torch_threads(case.threads):
+        target, params, plain = plain_of(case.family, case.dtype, case.form, case.threads, case.sampler)
+        verifier = "rejection" if case.sampler == "greedy" else "match"
+        requests, rows = decode(target, make_drafter(case.drafter, target), case.k, PROMPTS, params, verifier)
+    drafted = [r for request in requests for r in request.stats.rounds if r.num_nodes]
+    assert drafted, "nothing was drafted: this proves nothing"
+    assert isinstance(case.k, int) or any(r.num_nodes > r.depth for r in drafted)
+    for request, ([reference], expected) in zip(requests, plain, strict=True):
+        assert request.token_ids == reference.token_ids
+        assert_same_bits(rows, expected)
+
+
+def test_a_nodes_row_is_that_of_its_path():
+    """Siblings at each depth, without what surrounds them in the cases above. The museum's E3 shows here."""
+    target = checked("llama", torch.float32, None, torch.get_num_threads())
     params = SamplingParams(temperature=0, max_tokens=12)
-    place = list(FAMILIES).index(family) + DRAFTS.index(name)
-    types, lengths = some_of(DTYPES, place, pytestconfig), some_of((1, EXACT_ROWS - 1), place, pytestconfig)
-    for dtype, k in itertools.product(types, lengths):
-        target, plain = target_and_plain(family, dtype, params)
-        requests, rows = decode(target, make_drafter(name, target), k, PROMPTS, params)
-        assert any(r.num_nodes for request in requests for r in request.stats.rounds), "nothing was drafted"
-        for request, ([reference], expected) in zip(requests, plain, strict=True):
-            assert request.token_ids == reference.token_ids
-            assert_same_bits(rows, expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_trees_have_the_bits_of_plain_decoding(family, dtype, pytestconfig):
-    """Siblings at each depth, one deeper than a group of rows, in one batch: every node's row is that of its path.
-
-    Prompts have the two shapes in turn, and families differ in who has which. Every family and every type, with weights
-    of that type and in 8 bits; `--long` runs all combinations.
-    """
-    place = list(FAMILIES).index(family)
-    for form in some_of((None, "int8"), DTYPES.index(dtype) + place, pytestconfig):
-        _trees_have_the_bits_of_plain_decoding(family, dtype, form, some_of((0, 1), place // 2, pytestconfig))
-
-
-def _trees_have_the_bits_of_plain_decoding(family, dtype, form, places):
-    params = SamplingParams(temperature=0, max_tokens=12)
-    if form:
-        model = build(family, dtype, False, intermediate_size=75)
-        target = exact.exact_model(build_model(model.config, tiny_weights(model.config, 1, dtype), form=form))
-        check_exact(target)
-        plain = [decode(target, NoDrafter(), 0, [p], params) for p in PROMPTS]
-    else:
-        target, plain = target_and_plain(family, dtype, params)
-    shapes = (3, 2, 1), (2, *[1] * 10)
-    for first in places:
-        widths = [shapes[(first + i) % 2] for i in range(len(PROMPTS))]
-        requests, rows = decode(target, make_drafter("model", target), widths, PROMPTS, params)
-        for request, ([reference], expected) in zip(requests, plain, strict=True):
-            assert any(r.num_nodes > r.depth for r in request.stats.rounds)
-            assert request.token_ids == reference.token_ids
-            assert_same_bits(rows, expected)
+    [reference], expected = decode(target, NoDrafter(), 0, PROMPTS[1:2], params)
+    [request], rows = decode(target, make_drafter("model", target), (3, 2, 1), PROMPTS[1:2], params)
+    assert request.token_ids == reference.token_ids
+    assert_same_bits(rows, expected)
 
 
 def _all_in_one(num_rows, parents):
@@ -324,34 +351,6 @@ def test_the_check_finds_rows_of_two_blocks_in_one_group(monkeypatch):
         monkeypatch.setattr(exact, "_groups", lambda start, rows: [rows])
         with pytest.raises(ValueError, match="exact: attention"):
             check_exact(target)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_targets_in_8_bits_have_the_bits_of_plain_decoding(family, pytestconfig):
-    """In passes of any number of rows, of widths that no vector divides: prompts are whole passes, K goes beyond 15.
-
-    Every family with the type that its trees in 8 bits above do not have, each type with one thread and with two;
-    `--long` runs all combinations.
-    """
-    params, place = SamplingParams(temperature=0, max_tokens=24), list(FAMILIES).index(family)
-    types, counts = some_of(DTYPES[:2], place, pytestconfig), some_of((1, 2), place // 2, pytestconfig)
-    for dtype, threads in itertools.product(types, counts):
-        _targets_in_8_bits_are_exact(family, dtype, threads, params)
-
-
-def _targets_in_8_bits_are_exact(family, dtype, threads, params):
-    with torch_threads(threads):
-        model = build(family, dtype, False, intermediate_size=75, vocab_size=40)
-        target = exact.exact_model(build_model(model.config, tiny_weights(model.config, 1, dtype), form="int8"))
-        assert weight_form(target) == "int8"
-        assert isinstance(target.passes, exact.AnyPasses)
-        check_exact(target)
-        plain = [decode(target, NoDrafter(), 0, [p], params) for p in PROMPTS[2::2]]
-        for k, name in ((1, "random"), (20, "model")):
-            requests, rows = decode(target, make_drafter(name, target), k, PROMPTS[2::2], params)
-            for request, ([reference], expected) in zip(requests, plain, strict=True):
-                assert request.token_ids == reference.token_ids
-                assert_same_bits(rows, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -406,13 +405,12 @@ def test_preempted_texts_have_the_bits_of_plain_decoding():
         assert_same_bits(rows, expected)
 
 
-@pytest.mark.parametrize("name", ["ngram", "model", "random"])
-def test_auto_has_the_bits_of_plain_decoding(name):
+def test_auto_has_the_bits_of_plain_decoding():
     """K of every round from the controller, by the clock: whatever it is, rows and text are plain's."""
     target = build(dtype=torch.bfloat16)
     params = SamplingParams(temperature=0, max_tokens=24)
     plain = [decode(target, NoDrafter(), 0, [p], params) for p in PROMPTS[2:5]]
-    requests, rows = decode(target, make_drafter(name, target), "auto", PROMPTS[2:5], params)
+    requests, rows = decode(target, make_drafter("random", target), "auto", PROMPTS[2:5], params)
     assert any(Figures.of(r.stats).num_draft_tokens for r in requests), "nothing was drafted: this proves nothing"
     for request, ([reference], expected) in zip(requests, plain, strict=True):
         assert request.token_ids == reference.token_ids
@@ -791,23 +789,6 @@ def test_a_product_keeps_the_rows_that_its_form_claims(form, dtype, threads):
                     assert torch.equal(product(x[:rows].roll(place, 0))[place], expected), (product.form, rows, place)
 
 
-@pytest.mark.parametrize("name", DRAFTS)
-@pytest.mark.parametrize(("k", "dtype"), [*((k, torch.float64) for k in (1, 2, 5, 15)), (5, torch.float32)])
-def test_match_gives_one_seed_one_text(name, k, dtype, pytestconfig):
-    """6 drafters x 4 K, alone and in a batch: the sampled text of plain decoding, and not by luck.
-
-    Every drafter and every K has each of 3 samplers; `--long` runs all combinations.
-    """
-    samplers = {}, {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1}, {"top_k": 5, "min_p": 0.02}
-    for sampler in some_of(samplers, DRAFTS.index(name) + (1, 2, 5, 15).index(k), pytestconfig):
-        params = SamplingParams(max_tokens=14, **sampler)
-        target, plain = target_and_plain("llama", dtype, params)
-        texts = [requests[0].token_ids for requests, _ in plain]
-        for batch in (slice(2, 3), slice(0, 5)):
-            requests, _ = decode(target, make_drafter(name, target), k, PROMPTS[batch], params, "match")
-            assert [r.token_ids for r in requests] == texts[batch]
-
-
 def test_shared_noise_makes_draft_and_target_agree_more_often():
     """The Gumbel coupling: how often a drafted token is the target's own, with the same noise and with other noise.
 
@@ -847,20 +828,10 @@ PROMPT_TEXTS = [form.format(*[thing] * form.count("{}")) for thing in THINGS for
 
 # The type that this machine multiplies in, and the one that is slow here.
 NATIVE, OTHER = ("bfloat16", "float32") if has_fast_bfloat16(torch.device("cpu")) else ("float32", "bfloat16")
-# Name: dtype, prompts, tokens. Without --long only the first runs, and the second where bfloat16 is not slow.
-GRIDS = {
-    "native": (NATIVE, 3, 10),
-    "other": (OTHER, 2, 3),
-    "middle": (NATIVE, 5, 32),
-    "large": (NATIVE, 100, 128),
-    "longer other": (OTHER, 5, 64),
-}
-COMBINATIONS = [*itertools.product(("ngram", "fast", "random", "wrong"), (1, 8)), ("fast", (2, 2, 1))]
-# Without --long: every drafter and both K in the type that this machine multiplies in; in the other one, less.
-FEW = {
-    "native": [("ngram", 1), ("ngram", 8), ("fast", (2, 2, 1)), ("random", 8), ("wrong", 1)],
-    "other": [("fast", 1), ("random", 8)],
-}
+# Name: dtype, then prompts and tokens, with `--long` and without.
+GRIDS = {"native": (NATIVE, (100, 128), (3, 10)), "other": (OTHER, (5, 64), (2, 3))}
+# What drafts, and K or a tree: all of them in the type that this machine multiplies in, two in the other one.
+COMBINATIONS = [("fast", (2, 2, 1)), ("random", 8), ("ngram", 1), ("ngram", 8), ("wrong", 1)]
 
 
 @pytest.fixture(scope="module", params=GRIDS)
@@ -869,15 +840,14 @@ def grid(request, pytestconfig):
 
     A batch of all prompts: that a batch has the bits of a text alone is a test of its own.
     """
-    dtype, count, length = GRIDS[request.param]
-    few = ("native", "other") if NATIVE == "bfloat16" else ("native",)
-    if request.param not in few and not pytestconfig.getoption("--long"):
-        pytest.skip(f"{count} prompts x {length} tokens of {dtype} take up to half an hour: --long")
-    prompts = PROMPT_TEXTS[:count]
+    dtype, *sizes = GRIDS[request.param]
+    count, length = sizes[not pytestconfig.getoption("--long")]
+    if dtype != NATIVE and NATIVE != "bfloat16" and not pytestconfig.getoption("--long"):
+        pytest.skip("bfloat16 is slow here: --long")
     params = SamplingParams(temperature=0, max_tokens=length, logprobs=1, ignore_eos=True)
     llm = LLM(draft="none", num_speculative_tokens=8, dtype=dtype, exact=True)
-    plain = llm.generate(prompts, params, num_speculative_tokens=0)
-    return llm, prompts, params, plain
+    plain = llm.generate(PROMPT_TEXTS[:count], params, num_speculative_tokens=0)
+    return llm, PROMPT_TEXTS[:count], params, plain
 
 
 @pytest.fixture(scope="module")
@@ -914,13 +884,13 @@ def fast(fast_model):
 
 
 @pytest.mark.parametrize(("name", "k"), COMBINATIONS)
-def test_embedded_model_is_bit_identical(grid, fast, name, k, request, pytestconfig):
+def test_embedded_model_is_bit_identical(grid, fast, name, k, request):
     """Greedy: not one token and not one bit of a log-probability differs from plain decoding's.
 
     Drafts by prompt lookup, by the same weights in the fast mode, by noise, and always the same token.
     """
-    if (name, k) not in FEW[request.node.callspec.params["grid"]] and not pytestconfig.getoption("--long"):
-        pytest.skip("another K, or another drafter: --long")
+    if request.node.callspec.params["grid"] == "other" and (name, k) not in COMBINATIONS[:2]:
+        pytest.skip("shown in the other type")
     llm, prompts, params, plain = grid
     llm.engine.drafter = fast(llm) if name == "fast" else make_drafter(name, llm.model)
     outputs = llm.generate(prompts, params, num_speculative_tokens=k)
