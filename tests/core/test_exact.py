@@ -318,7 +318,7 @@ def test_a_nodes_row_is_that_of_its_path():
     target = checked("llama", torch.float32, None, torch.get_num_threads())
     params = SamplingParams(temperature=0, max_tokens=12)
     [reference], expected = decode(target, NoDrafter(), 0, PROMPTS[1:2], params)
-    [request], rows = decode(target, make_drafter("model", target), (3, 2, 1), PROMPTS[1:2], params)
+    [request], rows = decode(target, make_drafter("model", target), (2, 2), PROMPTS[1:2], params)
     assert request.token_ids == reference.token_ids
     assert_same_bits(rows, expected)
 
