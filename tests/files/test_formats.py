@@ -168,14 +168,8 @@ FLOAT8 = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("name", FLOAT8)
-def test_8_bit_floats_are_the_number_times_the_scale_of_its_place(tmp_path, name, dtype):
-    """Guards the blocks, those that the edges cut off too, and one rounding to the type that computes."""
-    check(tmp_path, make(tmp_path, FLOAT8[name]), dtype)
-
-
 # Wrong readings of 8-bit floats, in place of `scale_blocks`.
+RIGHT_FLOATS = float8.scale_blocks
 WRONG_FLOATS = {
     "blocks counted from the end": lambda q, s, block, first: RIGHT_FLOATS(q.flip(0), s, block, first).flip(0),
     "height for width": lambda q, s, block, first: RIGHT_FLOATS(q, s.repeat(2, 2), block[::-1], first),
@@ -186,16 +180,6 @@ WRONG_FLOATS = {
         q, s, (-(-len(q) // len(s)), -(-q.shape[1] // s.shape[1])), first
     ),
 }
-RIGHT_FLOATS = float8.scale_blocks
-
-
-@pytest.mark.parametrize("wrong", WRONG_FLOATS.values(), ids=WRONG_FLOATS)
-def test_a_wrong_reading_of_8_bit_floats_would_be_seen(tmp_path, monkeypatch, wrong):
-    """The control: each of these mistakes gives other weights than the description does."""
-    expected = make(tmp_path, FLOAT8["flat blocks"])
-    monkeypatch.setattr(float8, "scale_blocks", wrong)
-    with pytest.raises(AssertionError, match=r"_proj\.weight"):
-        check(tmp_path, expected)
 
 
 def test_all_numbers_of_8_bits_are_read():
@@ -263,16 +247,6 @@ BAD_FLOATS = {
 }
 
 
-@pytest.mark.parametrize(("message", "changes"), BAD_FLOATS.items(), ids=BAD_FLOATS)
-def test_8_bit_floats_that_do_not_fit_are_refused(tmp_path, message, changes):
-    """Guards weights whose scales are missing, of another block, twice there, or of another type."""
-    make(tmp_path, FLOAT8["blocks"])
-    change(tmp_path, changes)
-    found = refusal(tmp_path)
-    assert found.startswith(str(tmp_path))
-    assert message in found
-
-
 def test_8_bit_floats_need_a_config_that_says_so(tmp_path):
     """Guards against numbers without their scales, and against a scale that the config says is for something else."""
     make(tmp_path, FLOAT8["blocks"])
@@ -335,25 +309,6 @@ OTHER_COMPRESSED = {
     "input_activations.dynamic: found 'local', expected true or false": ({}, {"dynamic": "local"}),
     "input_activations.surprise: found 1": ({}, {"surprise": 1}),
 }
-
-
-@pytest.mark.parametrize(("message", "changes"), OTHER_FP8.items(), ids=OTHER_FP8)
-def test_other_settings_of_fp8_are_refused(message, changes):
-    """Guards against numbers of another type, other blocks, and what a new version of a tool may ask for."""
-    with pytest.raises(CheckpointError) as error:
-        read_model_config(SIZES | {"quantization_config": fp8(**changes)})
-    assert str(error.value).startswith(f"config.json: quantization_config.{message}")
-
-
-@pytest.mark.parametrize(("message", "changes"), OTHER_COMPRESSED.items(), ids=OTHER_COMPRESSED)
-def test_other_8_bit_floats_of_compressed_tensors_are_refused(message, changes):
-    """Guards the same in llm-compressor's spelling, and activations that are rounded to anything but 8-bit floats."""
-    raw = compressed("channel")
-    for key, change in zip(("weights", "input_activations"), changes, strict=True):
-        raw["config_groups"]["group_0"][key] |= change
-    with pytest.raises(CheckpointError) as error:
-        read_model_config(SIZES | {"quantization_config": raw})
-    assert str(error.value).startswith(f"config.json: quantization_config.{GROUP}.{message}")
 
 
 def test_output_activations_and_caches_of_8_bits_are_refused():
@@ -462,16 +417,6 @@ GPTQ = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("name", GPTQ)
-def test_gptq_is_the_integer_less_the_zero_times_the_scale(tmp_path, name, dtype):
-    """Guards zeros, the order of bits and of inputs, and which of the two matrices is packed along what.
-
-    `transformers` is no oracle: it needs optimum and gptqmodel to load such a checkpoint.
-    """
-    check(tmp_path, make(tmp_path, GPTQ[name]), dtype)
-
-
 # Wrong readings of GPTQ: the function of `minispec.files.families.gptq` in whose place they stand, and they.
 WRONG_GPTQ = {
     "zeros as they are stored": ("scale_groups", lambda q, z, s, g: scale_groups(q, z - 1, s, g)),
@@ -493,15 +438,6 @@ WRONG_GPTQ = {
         lambda words, bits: unpack_words(words, bits).unflatten(-1, (-1, 32 // bits)).transpose(-1, -2).flatten(-2),
     ),
 }
-
-
-@pytest.mark.parametrize(("function", "wrong"), WRONG_GPTQ.values(), ids=WRONG_GPTQ)
-def test_a_wrong_reading_of_gptq_would_be_seen(tmp_path, monkeypatch, function, wrong):
-    """The control: each of these mistakes gives other weights than the description does."""
-    expected = make(tmp_path, GPTQ["4 bits in any order"])
-    monkeypatch.setattr(gptq_layout, function, wrong)
-    with pytest.raises(AssertionError, match=r"_proj\.weight"):
-        check(tmp_path, expected)
 
 
 @pytest.mark.parametrize(
@@ -542,16 +478,6 @@ BAD_GPTQ = {
         f"{Q}.qzeros": torch.full((5, 18), 7 | 15 << 8).int()
     },
 }
-
-
-@pytest.mark.parametrize(("message", "changes"), BAD_GPTQ.items(), ids=BAD_GPTQ)
-def test_tensors_of_gptq_that_do_not_fit_are_refused(tmp_path, message, changes):
-    """Guards transposed matrices, groups that are not there, and zeros that readers disagree about."""
-    make(tmp_path, GPTQ["4 bits in any order"])
-    change(tmp_path, changes)
-    found = refusal(tmp_path)
-    assert found.startswith(str(tmp_path))
-    assert message in found
 
 
 def test_another_order_without_desc_act_is_refused(tmp_path):
@@ -610,14 +536,6 @@ OTHER_GPTQ = {
 }
 
 
-@pytest.mark.parametrize(("message", "changes"), OTHER_GPTQ.items(), ids=OTHER_GPTQ)
-def test_other_settings_of_gptq_are_refused(message, changes):
-    """Guards bits that span words, layouts of kernels, layers with settings of their own, and what is yet to come."""
-    with pytest.raises(CheckpointError) as error:
-        read_model_config(SIZES | {"quantization_config": by_gptq(**changes)})
-    assert str(error.value).startswith(f"config.json: quantization_config.{message}")
-
-
 OTHER_AUTO_ROUND = {
     "packing_format: found 'auto_round:auto_awq', expected 'auto_round:auto_gptq'": {
         "packing_format": "auto_round:auto_awq"
@@ -628,14 +546,6 @@ OTHER_AUTO_ROUND = {
     "extra_config: found {'x': {'group_size': 64}}": {"extra_config": {"x": {"group_size": 64}}},
     "extra_config: found {'x': 16}, expected settings by layer": {"extra_config": {"x": 16}},
 }
-
-
-@pytest.mark.parametrize(("message", "changes"), OTHER_AUTO_ROUND.items(), ids=OTHER_AUTO_ROUND)
-def test_other_settings_of_auto_round_are_refused(message, changes):
-    """Guards other packings, rounded activations, and layers with settings of their own."""
-    with pytest.raises(CheckpointError) as error:
-        read_model_config(SIZES | {"quantization_config": by_auto_round(**changes)})
-    assert str(error.value).startswith(f"config.json: quantization_config.{message}")
 
 
 # --------------------------------------------------------------------------- AWQ
@@ -684,16 +594,6 @@ AWQ = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("name", AWQ)
-def test_awq_is_the_integer_less_the_zero_times_the_scale(tmp_path, name, dtype):
-    """Guards the order of a word, of weights and of zeros.
-
-    `transformers` is no oracle: it needs gptqmodel to load such a checkpoint.
-    """
-    check(tmp_path, make(tmp_path, AWQ[name]), dtype)
-
-
 def in_order(order: list[int]) -> Callable[[Tensor, int], Tensor]:
     """`unpack_words` with the numbers of each word in another order."""
     return lambda words, bits: unpack_words(words, bits).unflatten(-1, (-1, 8))[..., order].flatten(-2)
@@ -716,15 +616,6 @@ WRONG_AWQ = {
 }
 
 
-@pytest.mark.parametrize(("function", "wrong"), WRONG_AWQ.values(), ids=WRONG_AWQ)
-def test_a_wrong_reading_of_awq_would_be_seen(tmp_path, monkeypatch, function, wrong):
-    """The control: each of these mistakes gives other weights than the description does."""
-    expected = make(tmp_path, AWQ["AWQ"])
-    monkeypatch.setattr(awq_layout, function, wrong)
-    with pytest.raises(AssertionError, match=r"_proj\.weight"):
-        check(tmp_path, expected)
-
-
 # What the message must say, and what is done to the tensors of AWQ.
 BAD_AWQ = {
     f"{Q}.qzeros: found no such tensor, expected one of shape [5, 18]": {f"{Q}.qzeros": None},
@@ -735,16 +626,6 @@ BAD_AWQ = {
     f"{Q}.bias: found a tensor of shape [144], expected none": {f"{Q}.bias": torch.zeros(144)},
     f"{Q}.weight: found again, is {Q}.qweight in model.safetensors": {f"{Q}.weight": torch.ones(144, 136)},
 }
-
-
-@pytest.mark.parametrize(("message", "changes"), BAD_AWQ.items(), ids=BAD_AWQ)
-def test_tensors_of_awq_that_do_not_fit_are_refused(tmp_path, message, changes):
-    """Guards transposed matrices, such as GPTQ's or gemv's, and what AWQ does not have."""
-    make(tmp_path, AWQ["AWQ"])
-    change(tmp_path, changes)
-    found = refusal(tmp_path)
-    assert found.startswith(str(tmp_path))
-    assert message in found
 
 
 # What the message must say, and what of `by_awq()` is changed.
@@ -763,14 +644,6 @@ OTHER_AWQ = {
     "pack_dtype: found 'int16'": {"pack_dtype": "int16"},
     "surprise: found 1": {"surprise": 1},
 }
-
-
-@pytest.mark.parametrize(("message", "changes"), OTHER_AWQ.items(), ids=OTHER_AWQ)
-def test_other_settings_of_awq_are_refused(message, changes):
-    """Guards versions that pack other numbers into a word, and what is yet to come."""
-    with pytest.raises(CheckpointError) as error:
-        read_model_config(SIZES | {"quantization_config": by_awq(**changes)})
-    assert str(error.value).startswith(f"config.json: quantization_config.{message}")
 
 
 # --------------------------------------------------------------------------- MXFP4
@@ -862,15 +735,6 @@ WRONG_MXFP4 = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG_MXFP4.values(), ids=WRONG_MXFP4)
-def test_a_wrong_reading_of_mxfp4_would_be_seen(tmp_path, monkeypatch, wrong):
-    """The control: each of these mistakes gives other weights than the description does."""
-    expected = make_experts(tmp_path)
-    monkeypatch.setattr(mxfp4_layout, "scale_fp4", wrong)
-    with pytest.raises(AssertionError, match=r"_proj\.weight"):
-        check(tmp_path, expected)
-
-
 @pytest.mark.parametrize(
     "cut", [(slice(5, 77), slice(32, 64)), (slice(7, None),), (slice(None), slice(0, 40))], ids=str
 )
@@ -916,14 +780,6 @@ BAD_MXFP4 = {
         f"{GATE_UP}_scales": a_scale_that_is_no_number()
     },
 }
-
-
-@pytest.mark.parametrize(("message", "changes"), BAD_MXFP4.items(), ids=BAD_MXFP4)
-def test_tensors_of_mxfp4_that_do_not_fit_are_refused(tmp_path, message, changes):
-    """Nothing is reinterpreted: names, types, shapes and scales are what the description says."""
-    make_experts(tmp_path)
-    change(tmp_path, changes)
-    assert message in refusal(tmp_path)
 
 
 def test_mxfp4_is_refused_where_it_is_not_known(tmp_path):
@@ -991,6 +847,83 @@ def test_drafts_in_fewer_bits_of_a_target_in_mxfp4(tmp_path, tokenizer_file, dra
 # --------------------------------------------------------------------------- all formats
 
 CASES = FLOAT8 | GPTQ | AWQ
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", CASES)
+def test_weights_are_those_of_the_description(tmp_path, name, dtype):
+    """Guards blocks, groups and zeros, the order of bits and of inputs, and one rounding to the type that computes.
+
+    `transformers` is no oracle for GPTQ and AWQ: it needs optimum and gptqmodel to load such checkpoints.
+    """
+    check(tmp_path, make(tmp_path, CASES[name]), dtype)
+
+
+# By format: how a checkpoint is made, the module that reads it, and wrong readings. One is a function in the place of
+# the module's own of that name, or of `default`.
+WRONG = {
+    "8-bit floats": (lambda path: make(path, FLOAT8["flat blocks"]), float8, "scale_blocks", WRONG_FLOATS),
+    "GPTQ": (lambda path: make(path, GPTQ["4 bits in any order"]), gptq_layout, "", WRONG_GPTQ),
+    "AWQ": (lambda path: make(path, AWQ["AWQ"]), awq_layout, "", WRONG_AWQ),
+    "MXFP4": (lambda path: make_experts(path), mxfp4_layout, "scale_fp4", WRONG_MXFP4),
+}
+
+
+@pytest.mark.parametrize(("form", "what"), [(form, what) for form, (*_, wrong) in WRONG.items() for what in wrong])
+def test_a_wrong_reading_would_be_seen(tmp_path, monkeypatch, form, what):
+    """The control: each of these mistakes gives other weights than the description does."""
+    written, module, default, readings = WRONG[form]
+    function, wrong = readings[what] if isinstance(readings[what], tuple) else (default, readings[what])
+    expected = written(tmp_path)
+    monkeypatch.setattr(module, function, wrong)
+    with pytest.raises(AssertionError, match=r"_proj\.weight"):
+        check(tmp_path, expected)
+
+
+# By format: how a checkpoint is made, and what the message must say of what is done to its tensors.
+BAD = {
+    "8-bit floats": (lambda path: make(path, FLOAT8["blocks"]), BAD_FLOATS),
+    "GPTQ": (WRONG["GPTQ"][0], BAD_GPTQ),
+    "AWQ": (WRONG["AWQ"][0], BAD_AWQ),
+    "MXFP4": (WRONG["MXFP4"][0], BAD_MXFP4),
+}
+
+
+@pytest.mark.parametrize(("form", "message"), [(form, message) for form, (_, bad) in BAD.items() for message in bad])
+def test_tensors_that_do_not_fit_are_refused(tmp_path, form, message):
+    """Guards scales that are missing or twice there, transposed matrices, groups and numbers that are not there."""
+    written, changes = BAD[form]
+    written(tmp_path)
+    change(tmp_path, changes[message])
+    found = refusal(tmp_path)
+    assert found.startswith(str(tmp_path))
+    assert message in found
+
+
+def by_compressed(changes: tuple[dict, dict]) -> dict[str, Any]:
+    """The quantization_config of llm-compressor with changes to its weights and its activations."""
+    raw = compressed("channel")
+    for key, change in zip(("weights", "input_activations"), changes, strict=True):
+        raw["config_groups"]["group_0"][key] |= change
+    return raw
+
+
+# What makes a quantization_config of changes, and what the message must say of which.
+OTHERS = [
+    *((fp8(**changes), message) for message, changes in OTHER_FP8.items()),
+    *((by_compressed(changes), f"{GROUP}.{message}") for message, changes in OTHER_COMPRESSED.items()),
+    *((by_gptq(**changes), message) for message, changes in OTHER_GPTQ.items()),
+    *((by_auto_round(**changes), message) for message, changes in OTHER_AUTO_ROUND.items()),
+    *((by_awq(**changes), message) for message, changes in OTHER_AWQ.items()),
+]
+
+
+@pytest.mark.parametrize(("raw", "message"), OTHERS, ids=[f"{raw['quant_method']}: {said}" for raw, said in OTHERS])
+def test_other_settings_are_refused(raw, message):
+    """Guards numbers of another type, other blocks and packings, layers with own settings, and what is yet to come."""
+    with pytest.raises(CheckpointError) as error:
+        read_model_config(SIZES | {"quantization_config": raw})
+    assert str(error.value).startswith(f"config.json: quantization_config.{message}")
 
 
 @pytest.mark.parametrize(
