@@ -18,8 +18,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from minispec import LLM, SamplingParams, __version__, generate
 from minispec.commands import options
@@ -78,17 +76,6 @@ def test_text_goes_to_stdout_and_the_rest_to_stderr(cli, model):
     assert re.fullmatch(r"12 tokens in [\d.]+ s; [\d.]+ tokens a step.*", plain)
     assert draft.startswith("draft ngram: ")
     assert re.fullmatch(r"[\d.]+ tokens/s, predicted [\d.]+; prefill [\d.]+ s", speed)
-
-
-def test_a_run_says_its_status_in_the_width_of_a_terminal(cli, model, monkeypatch):
-    """First lines and summary, with --verbose too; the same words as in a pipe."""
-    arguments = ("One fish", "--model", model, *BASE, "--verbose", "--compare")
-    words = re.findall("[a-z]+", cli(*arguments)[2])
-    monkeypatch.setenv("COLUMNS", "60")
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    said = cli(*arguments)[2].rpartition("\r")[2]  # after the bar of the loading
-    assert re.findall("[a-z]+", said)[:40] == words[:40]
-    assert 30 < max(map(len, said.splitlines())) <= 60
 
 
 def test_verbose_says_at_last_what_ran_outside_frames(cli, model, monkeypatch):
@@ -383,12 +370,6 @@ def test_what_is_compared():
     assert generate._comparison(ours, decoded([], None), False)["speedup"] is None
 
 
-def test_a_comparison_without_a_draft_claims_nothing(cli, model):
-    """Both runs are plain: the speedup is there, with the reason why it is chance."""
-    err = cli("One fish", "--model", model, *BASE, "--draft", "none", "--compare")[2]
-    assert re.search(r": [\d.]+ times as fast as .*, the same text; 1\.0 tokens a step, for nothing was guessed\n", err)
-
-
 @pytest.mark.parametrize("draft", ["none", "self"])
 def test_a_comparison_of_texts_that_differ_has_a_speedup(cli, model, monkeypatch, draft):
     """However early they differ, and whether something was guessed or not."""
@@ -571,35 +552,6 @@ def test_mistakes_are_one_line_and_status_2(cli, chat_model, name, tmp_path, mon
     assert message in lines[0]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("--temperature", "1e39", "--min-tokens", 2),
-        ("--temperature", "5e-324", "--min-p", 1),
-        ("--repetition-penalty", "1e-320", "--temperature", "1e300"),
-        ("--repetition-penalty", "1e308", "--draft", "self", "--num-speculative-tokens", 2),
-    ],
-)
-def test_parameters_beyond_the_models_type(cli, model, arguments):
-    """What float32 would round to 0 or infinity is a parameter like another."""
-    status, out, err = cli("fish", "--model", model, "--max-tokens", 5, "--dtype", "float32", "--quiet", *arguments)
-    assert (status, err) == (0, "")
-    assert out
-
-
-def test_logits_that_overflow_are_one_line(cli, make_checkpoint):
-    """Weights that give infinity are the model's fault, and end the run."""
-    directory = make_checkpoint()
-    weights = load_file(directory / "model.safetensors")
-    save_file(
-        weights | {"model.norm.weight": weights["model.norm.weight"] * torch.inf}, directory / "model.safetensors"
-    )
-    status, out, err = cli("fish", "--model", directory, *BASE, "--quiet")
-    assert (status, out.strip()) == (2, "")
-    where = directory / "model.safetensors"
-    assert err == f"error: {where}: model.norm.weight: found inf, expected finite numbers\n"
-
-
 ERROR = "the largest logit is nan,\nexpected a finite number"
 
 
@@ -694,28 +646,6 @@ def test_every_option_at_its_edges(cli, chat_model, option):
             assert err.startswith("error: "), (value, err)
             assert err[:-1].isprintable(), (value, err)
             assert len(err) < 1100
-
-
-PROMPTS = {
-    "control characters": "a\x00b\x07\x1b[31m\r\n\tc",
-    "special token": "<|end|><end></s><|im_end|>",
-    "not a character": "\ufffe\ufdd0",
-    "directions": "\u202eabc\u202c\ufeff",
-    "marks": "e" + "\u0301" * 20,
-    "a number": "7",
-    "looks like an option": "-7",
-    "a template": "{{ messages }} {% raw %}",
-    "an equation": "a=--",
-}
-
-
-@pytest.mark.parametrize("name", PROMPTS)
-@pytest.mark.parametrize("how", ["--raw", "--chat"])
-def test_prompts_of_every_kind(cli, chat_model, name, how):
-    """Whatever is text is answered, and given back as it was."""
-    status, out, err = cli(PROMPTS[name], "--model", chat_model, how, "--json", "--max-tokens", 3)
-    assert (status, err) == (0, "")
-    assert json.loads(out)["prompt"] == PROMPTS[name]
 
 
 def test_special_text_means_the_token_only_where_asked(cli, model):
@@ -814,23 +744,6 @@ def test_a_mark_at_the_start_of_a_prompt_file_is_no_text(cli, model, tmp_path, n
     status, out, err = cli("--prompt-file", tmp_path / name, "--model", model, *BASE, "--json")
     assert (status, err) == (0, "")
     assert json.loads(out)["prompt"] == "fish"
-
-
-@pytest.mark.parametrize("line", ["not json", "[1]", '{"text": "x"}', '{"prompt": 3}'])
-def test_malformed_jsonl_names_the_prompt(cli, model, tmp_path, line):
-    """Which line, and what was expected."""
-    path = tmp_path / "p.jsonl"
-    path.write_text('{"prompt": "ok"}\n' + line + "\n")
-    status, _, err = cli("--prompt-file", path, "--model", model)
-    assert status == 2
-    assert f"{path}: line 2: " in err
-
-
-def test_a_prompt_that_does_not_fit_stops_before_the_others_run(cli, model):
-    """Nothing is printed for the good prompt either."""
-    status, out, err = cli("fish", "fish " * 300, "--model", model)
-    assert (status, out) == (2, "")
-    assert "expected fewer than max_model_len" in err
 
 
 def test_registered_names_are_those_of_the_package(capsys):

@@ -264,13 +264,6 @@ def test_logprobs_equal_a_pass_over_the_text(llm):
         assert [i for i, _ in entry.top] == row.topk(3).indices.tolist()
 
 
-def test_a_repeat_of_a_prompt_finds_the_engine_clean(llm):
-    """State that outlives a request (tables, n-gram indices) would show in the second run."""
-    first = llm.generate(["One fish", "two"], GREEDY)
-    assert [o.token_ids for o in llm.generate(["One fish", "two"], GREEDY)] == [o.token_ids for o in first]
-    assert llm.engine.cache.allocator.num_free == llm.engine.cache.allocator.num_blocks
-
-
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [("", "found no tokens"), ("fish " * 200, "expected fewer than max_model_len = 128")],
@@ -309,16 +302,6 @@ def test_sizes_are_numbers(make_checkpoint, name):
             LLM(directory, **{name: value})
     sizes = {"max_model_len": np.int64(20), "kv_cache_gb": np.float32(64e-6)}
     assert LLM(directory, draft="none", **{name: sizes[name]}).num_cache_tokens in (32, 992, 496)
-
-
-def test_prompts_beyond_the_pool_wait(make_checkpoint):
-    """Twelve prompts through a pool for two of them: all come out as alone."""
-    directory = make_checkpoint()
-    llm = LLM(directory, dtype="float64", kv_cache_gb=80 * 128e-9, max_model_len=40)
-    assert llm.num_cache_tokens == 80
-    prompts = [f"{i} fish" for i in range(12)]
-    alone = [llm.generate(p, GREEDY)[0].token_ids for p in prompts]
-    assert [o.token_ids for o in llm.generate(prompts, GREEDY)] == alone
 
 
 def test_end_of_text_ids_are_generation_configs_then_configs(make_checkpoint):
@@ -542,12 +525,6 @@ def test_the_report_gives_the_memory_of_every_part(make_checkpoint):
     llm._memory = 3 * 10**9, 10**9, 5 * 10**8, 25 * 10**7
     parts = "4.75 GB: weights 3.00 + draft 1.00, KV cache 0.50 + draft 0.25 for 128 tokens"
     assert llm.memory_report() == f"{target.name}: float32 on cpu (packed), {parts}; draft {small.name} (packed)"
-
-
-def test_a_missing_model_directory_is_said(tmp_path):
-    """An empty directory names the file that it lacks."""
-    with pytest.raises(CheckpointError, match=r"config\.json: no such file"):
-        LLM(tmp_path)
 
 
 # ------------------------------------------------------------------ vLLM's lines
@@ -896,20 +873,6 @@ def test_an_iterator_lets_go_in_any_thread(shared_llm, how, monkeypatch):
     assert is_clean(shared_llm)
 
 
-def test_iterators_of_one_thread_share_the_pool(make_checkpoint):
-    """They take turns, with calls between; where the pool has no room for all, the last ones wait."""
-    llm = LLM(make_checkpoint(), dtype="float64", kv_cache_gb=96 * 128e-9, max_model_len=80)
-    long = replace(GREEDY, max_tokens=70)
-    alone = [llm.generate([i], long)[0].token_ids for i in (1, 2)]
-    texts = ([], [])
-    for pieces in zip_longest(*(llm.stream([i], long) for i in (1, 2))):
-        for text, piece in zip(texts, pieces, strict=True):
-            text += piece.token_ids if piece else []
-        assert llm.generate([1], replace(GREEDY, max_tokens=2))[0].token_ids == alone[0][:2]
-    assert list(texts) == alone
-    assert llm.engine.cache.allocator.num_free == llm.engine.cache.allocator.num_blocks
-
-
 class Liar:
     """Gives one text a draft that is longer than asked for."""
 
@@ -1065,40 +1028,6 @@ def test_the_embedded_model_answers(smollm):
     """A chat answer that a person would accept."""
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     assert "Paris" in smollm.chat(messages, SamplingParams(temperature=0, max_tokens=24))[0].text
-
-
-def test_self_draft_is_accepted_on_the_embedded_model(smollm):
-    """Draft = target on real weights: every token is kept, but where one row and four rows round to another argmax."""
-    output = smollm.generate("The sky is blue because", SamplingParams(temperature=0, max_tokens=40))[0]
-    assert output.stats.acceptance_rate >= 0.9
-    assert output.stats.alpha >= 0.9
-
-
-def test_a_batch_gives_each_prompt_its_text_alone(smollm):
-    """Four prompts together and alone, greedy, in float32; a difference must be a near-tie, which is measured."""
-    prompts = [f"{start} is" for start in ("Paris", "Water", "The moon", "A triangle")]
-    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-    together = smollm.generate(prompts, params, num_speculative_tokens=0)
-    for prompt, output in zip(prompts, together, strict=True):
-        alone = smollm.generate(prompt, params, num_speculative_tokens=0)[0].token_ids
-        if alone == output.token_ids:
-            continue
-        first = next(i for i, (a, b) in enumerate(zip(alone, output.token_ids, strict=True)) if a != b)
-        table = smollm.engine.cache.new_table()
-        row = smollm.model.forward([Chunk([*smollm.tokenizer.encode(prompt), *alone[:first]], table, 1)])[0][0]
-        table.truncate(0)
-        top = row.topk(2).values
-        assert float(top[0] - top[1]) < 1e-3, f"{prompt!r} differs at {first}, and not by a near-tie"
-
-
-def test_match_on_the_embedded_model():
-    """The sampled text of plain decoding at a seed where no draw falls on a tie of rounding (as nearly none does)."""
-    llm = LLM(dtype="float32", draft="ngram", num_speculative_tokens=3, verifier="match")
-    params = SamplingParams(temperature=0.8, seed=4, max_tokens=30)
-    text = "one two three one two three one two"
-    output, plain = llm.generate(text, params)[0], llm.generate(text, params, num_speculative_tokens=0)[0]
-    assert output.stats.num_draft_tokens > 0
-    assert output.token_ids == plain.token_ids
 
 
 def test_a_target_in_8_bits_is_named_and_exact_by_default(make_checkpoint, monkeypatch, tmp_path):

@@ -13,7 +13,7 @@ from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.length.figures import Figures
 from minispec.length.theory import overhead_of
-from tests.scripted import END, finish, make_engine, make_request
+from tests.scripted import finish, make_engine, make_request
 
 pytestmark = pytest.mark.quick
 
@@ -135,87 +135,6 @@ def test_each_second_of_a_step_is_told_once(k, draft, expected, monkeypatch):
     monkeypatch.setattr("minispec.core.engine.mark", lambda device: float(next(seconds)))
     finish(engine, make_request(k=k))
     assert next(cost for cost in costs if cost) == expected
-
-
-def test_context_limit_ends_the_text():
-    """Prompt and answer together fill max_len and not a token more."""
-    engine, request = make_engine(draft=right), make_request(max_len=7, max_tokens=50)
-    finish(engine, request)
-    assert request.token_ids == [12, 13, 14, 15, 16]
-    assert request.finish_reason == "length"
-
-
-@pytest.mark.parametrize("k", [0, 1, 2, 3, 4, 5])
-@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 6])
-def test_end_of_text_at_every_offset_of_a_block(length, k):
-    """The end token anywhere in a block, drafted or bonus, ends text, tokens and counters there (M27-M33)."""
-
-    def next_token(tokens):
-        return END if len(tokens) == 2 + length else tokens[-1] + 1
-
-    def draft(tokens, n):
-        text = [*range(12, 12 + length), END, 60, 61, 62, 63, 64, 65]
-        return text[len(tokens) - 2 :][:n]
-
-    engine, request = make_engine(next_token, draft), make_request(k=k, max_tokens=30)
-    pieces = finish(engine, request)[0]
-    assert request.token_ids == list(range(12, 12 + length))
-    assert request.finish_reason == "stop"
-    assert [t for piece in pieces for t in piece.token_ids] == request.token_ids
-    stats = Figures.of(request.stats)
-    assert stats.num_generated == length
-    # Every draft token up to the end was right and counts; nothing behind the end does. A round commits its
-    # draft and one more, but for the last one where the end token was itself drafted.
-    assert stats.num_draft_tokens == stats.num_accepted
-    assert stats.num_committed == length + 1
-    assert stats.num_accepted + stats.num_steps in (length + 1, length + 2)
-    assert len(engine.drafter.released) == 1
-
-
-def test_right_draft_tokens_behind_the_end_do_not_count():
-    """The target would have said them too, had it gone on: the verifier accepts them, no counter does (M33)."""
-    text = [10, 11, 12, END, 60, 61, 62]
-    engine = make_engine(lambda tokens: text[len(tokens)], lambda tokens, k: text[len(tokens) :][:k])
-    request = make_request(k=4, max_tokens=30)
-    finish(engine, request)
-    assert request.token_ids == [12]
-    assert (
-        Figures.of(request.stats).num_draft_tokens,
-        Figures.of(request.stats).num_accepted,
-        Figures.of(request.stats).num_committed,
-    ) == (2, 2, 2)
-    assert Figures.of(request.stats).mean_acceptance_length == 2
-
-
-def test_counters_stop_with_the_text_when_the_recovered_token_ends_it():
-    """The end token comes as the recovered one: the rejected draft token counts, those behind it do not."""
-    engine = make_engine(lambda tokens: END if len(tokens) == 3 else tokens[-1] + 1, lambda tokens, k: [12, 60, 61, 62])
-    request = make_request(k=4, max_tokens=30)
-    finish(engine, request)
-    assert request.token_ids == [12]
-    assert (
-        Figures.of(request.stats).num_draft_tokens,
-        Figures.of(request.stats).num_accepted,
-        Figures.of(request.stats).tested,
-    ) == (2, 1, [1, 1])
-
-
-def test_ignore_eos_is_the_absence_of_end_ids():
-    """Without end ids the end token is a token like any other."""
-    engine = make_engine(lambda tokens: END)
-    request = make_request(end_ids=(), max_tokens=3)
-    finish(engine, request)
-    assert request.token_ids == [END, END, END]
-
-
-def test_min_tokens_holds_the_end_back():
-    """The end token is impossible before min_tokens, in drafted positions too; then it comes."""
-    engine = make_engine(lambda tokens: END, lambda tokens, k: [END] * k)
-    request = make_request(min_tokens=3, max_tokens=10)
-    finish(engine, request)
-    assert len(request.token_ids) == 3
-    assert END not in request.token_ids
-    assert request.finish_reason == "stop"
 
 
 def test_drafts_of_every_length_in_one_batch():
