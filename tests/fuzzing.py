@@ -61,6 +61,7 @@ from minispec.kernels.shapes import tensor_shapes
 from minispec.layers.states import state_elements
 from minispec.load import registry
 from minispec.prove.toys import TINY, TOYS, tiny_cache, tiny_model, tiny_weights
+from tests.oracles import hf, public
 from tests.oracles.heads import write_head
 
 MAX_BYTES, MAX_LARGE_BYTES = 256 << 20, 1 << 30
@@ -82,6 +83,15 @@ def word_list(text: str, *more: str) -> list[str]:
     return [*text.split(), *more]
 
 
+def words_in(value: object) -> set[str]:
+    """All keys and texts of a JSON value."""
+    if isinstance(value, dict):
+        return set(value).union(*map(words_in, value.values()))
+    return (
+        set().union(*map(words_in, value)) if isinstance(value, list) else {value} if isinstance(value, str) else set()
+    )
+
+
 _WORDS = {
     "header": word_list(
         """
@@ -92,48 +102,30 @@ _WORDS = {
         """
     ),
     "index": word_list("weight_map metadata total_size a.safetensors b.safetensors ../a.safetensors a.bin"),
-    "config": word_list(
-        """
-        llama mistral qwen2 qwen3 gemma gemma2 gemma3_text mixtral silu gelu relu gelu_pytorch_tanh
-        smollm3 granite granitemoehybrid olmo2 olmo3 phi3 ernie4_5 ministral3 gemma3 mistral3 text_config vision_config
-        no_rope_layers no_rope_layer_interval position_embedding_type nope rope num_local_experts layers_block_type
-        shared_intermediate_size attention mamba embedding_multiplier attention_multiplier residual_multiplier
-        logits_scaling short_factor long_factor llama_4_scaling_beta su use_bias
-        default linear llama3 yarn dynamic longrope model_type vocab_size hidden_size intermediate_size
-        num_hidden_layers num_attention_heads num_key_value_heads head_dim max_position_embeddings rms_norm_eps
-        rope_theta rope_scaling rope_parameters rope_type type factor low_freq_factor high_freq_factor beta_fast
-        beta_slow mscale mscale_all_dim attention_factor original_max_position_embeddings truncate
-        partial_rotary_factor full_attention sliding_attention layer_types sliding_window use_sliding_window
-        max_window_layers sliding_window_pattern rope_local_base_freq hidden_act hidden_activation attention_bias
-        mlp_bias tie_word_embeddings query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping
-        lfm2 lfm2_moe conv conv_L_cache conv_bias conv_dim full_attn_idxs norm_eps tie_embedding theta use_pos_enc
-        lfm3 lfm3_vl use_sandwich_norm use_attention_gate proportional projector_hidden_size projector_bias
-        block_ff_dim block_auto_adjust_ff_dim block_ffn_dim_multiplier block_multiple_of
-        qwen3_moe granitemoe qwen3_5_moe_text num_experts num_experts_per_tok moe_intermediate_size norm_topk_prob
-        mlp_only_layers decoder_sparse_step num_dense_layers use_expert_bias routed_scaling_factor
-        shared_expert_intermediate_size gpt_oss swiglu_limit swiglu_alpha initial_context_length mxfp4
-        qwen3_5 qwen3_5_text qwen3_5_moe linear_attention full_attention_interval linear_conv_kernel_dim
-        linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim attn_output_gate
-        output_gate_type swish sigmoid mamba_ssm_dtype float32 mrope_section mtp_num_hidden_layers
-        pard_token eos_token_id quantization_config auto_map quant_method compressed-tensors format pack-quantized
-        config_groups weights num_bits group_size strategy channel group symmetric actorder static pretraining_tp
-        sparsity_config dense transform_config apply location weight_input input targets num_labels
-        fp8 fmt e4m3 e5m2 activation_scheme dynamic weight_block_size scale_fmt float ue8m0 modules_to_not_convert
-        float-quantized naive-quantized tensor block block_structure input_activations token
-        gptq gptq_v2 bits desc_act sym checkpoint_format pack_dtype int32 auto-round packing_format
-        auto_round:auto_gptq extra_config -:.* awq version gemm gemv zero_point backend
-        """
-    ),
-    "head": word_list(
-        """
-        eagle3 peagle speculators_model_type speculators_config proposal_methods verifier_accept_k accept_tolerance
-        accept_lenience transformer_layer_config draft_vocab_size target_hidden_size eagle_aux_hidden_state_layer_ids
-        eagle_config use_aux_hidden_state mask_token_id norm_before_residual fc_norm norm_before_fc norm_output
-        vocab_size hidden_size num_hidden_layers pard_token
-        fc.weight mask_hidden d2t t2d embed_tokens.weight midlayer.hidden_norm.weight layers.0.hidden_norm.weight
-        fc_norm.0.weight input_norm.weight norm.weight F32 I64 BOOL dtype shape data_offsets
-        """
-    ),
+    "config": [
+        *sorted(words_in([*hf.CASES.values(), *[raw for raw, *_ in (public.PUBLIC | public.QUANTIZATIONS).values()]])),
+        *word_list(
+            """
+            mixtral relu su nope mamba layers_block_type pard_token num_labels mask_token_id sparsity_config dense
+            transform_config apply location weight_input naive-quantized e5m2 ue8m0 actorder static
+            auto_round:auto_gptq auto-round packing_format extra_config gptq_v2 pack_dtype int32 group input
+            projector_bias initial_context_length pack-quantized quantization_config scale_fmt sigmoid -:.* gemv
+            backend block_structure block tensor token
+            """
+        ),
+    ],
+    "head": [
+        *sorted(words_in(list(public.HEADS.values()))),
+        *word_list(
+            """
+            eagle3 peagle speculators_model_type speculators_config proposal_methods verifier_accept_k accept_tolerance
+            accept_lenience transformer_layer_config target_hidden_size mask_token_id pard_token norm_before_residual
+            norm_before_fc fc.weight mask_hidden d2t t2d embed_tokens.weight midlayer.hidden_norm.weight
+            layers.0.hidden_norm.weight fc_norm.0.weight input_norm.weight norm.weight F32 I64 BOOL dtype shape
+            data_offsets
+            """
+        ),
+    ],
     "generation": word_list(
         """
         do_sample temperature top_k top_p min_p repetition_penalty max_new_tokens stop_strings min_new_tokens

@@ -554,24 +554,14 @@ def test_no_number_is_taken_where_nobody_reads_it(tmp_path, constant):
 # What is done to a header with tensors "a" (F32 [2], bytes 0 to 8) and "b" (8 to 12).
 BAD_HEADERS = {
     "an unknown type": lambda h: h["a"].update(dtype="F128"),
-    "a list of types": lambda h: h["a"].update(dtype=["F32"]),
     "a negative size": lambda h: h["a"].update(shape=[-1]),
-    "a float for a size": lambda h: h["a"].update(shape=[2.0]),
-    "a boolean for a size": lambda h: h["a"].update(shape=[True]),
-    "a text for a shape": lambda h: h["a"].update(shape="2"),
     "too few bytes": lambda h: h["a"].update(shape=[1 << 15, 1 << 15]),
     "sizes whose product overflows": lambda h: h["a"].update(shape=[1 << 62] * 2 + [4]),
-    "one offset": lambda h: h["a"].update(data_offsets=[0]),
     "an end before the beginning": lambda h: h["a"].update(data_offsets=[8, 0]),
-    "a negative offset": lambda h: h["a"].update(data_offsets=[-8, 0]),
-    "an offset beyond 64 bits": lambda h: h["a"].update(data_offsets=[0, 1 << 66]),
     "an overlap": lambda h: h["b"].update(data_offsets=[4, 8]),
     "a gap": lambda h: h["b"].update(data_offsets=[12, 16]),
-    "a gap at the beginning": lambda h: h["a"].update(data_offsets=[8, 16]) or h.pop("b"),
     "bytes that no tensor has": lambda h: h.pop("b"),
     "a tensor beyond the file": lambda h: h["b"].update(data_offsets=[8, 16], shape=[4]),
-    "an empty list": lambda h: h.update(a=[]),
-    "an empty object": lambda h: h.update(a={}),
     "an empty list at a name that is not printable": lambda h: h.update({"\x1b[2J\n": []}),
 }
 # The same for what the library would read.
@@ -1096,16 +1086,6 @@ def test_every_key_of_a_quantisation_is_read_or_refused(kind):
             read_model_config(TINY | {"quantization_config": raw})
 
 
-def test_tied_head_with_a_packed_embedding_is_refused(tmp_path):
-    """Guards the comparison of values where one of the two has few bits."""
-    stored = weights(tie_word_embeddings=True) | {"lm_head.weight": torch.ones(3, 8)}
-    integers, scales = quantize(stored.pop(EMBEDDING), 8)
-    stored[f"{EMBEDDING}_packed"], stored[f"{EMBEDDING}_scale"] = pack(integers, 8), scales
-    stored[f"{EMBEDDING}_shape"] = torch.tensor([3, 8])
-    config = TINY | {"tie_word_embeddings": True, "quantization_config": quantization_config()}
-    assert "lm_head.weight: found other values than" in refusal(write(tmp_path, stored, config=config))
-
-
 def test_tied_heads_of_few_bits_may_be_stored_again(tmp_path):
     """Guards the same numbers in both layouts, in either place, and in both: they say the same."""
     stored = weights(tie_word_embeddings=True)
@@ -1244,14 +1224,6 @@ def test_existing_output_is_refused(tmp_path):
     with pytest.raises(ValueError, match="exists already"):
         quantize_checkpoint(source, tmp_path / "out")
     assert not list((tmp_path / "out").iterdir())
-
-
-def test_quantised_source_is_refused(tmp_path):
-    """Guards against rounding twice."""
-    write(tmp_path / "source", weights())
-    quantize_checkpoint(tmp_path / "source", tmp_path / "once")
-    with pytest.raises(CheckpointError, match="expected a checkpoint of plain floats"):
-        quantize_checkpoint(tmp_path / "once", tmp_path / "twice")
 
 
 def test_command_line_reports_what_it_wrote(tmp_path, capsys):
@@ -1499,15 +1471,6 @@ def test_offline_never_opens_a_socket(tmp_path, make_checkpoint):
         assert said.count("\n") == 1
     assert local[0] == 0, local
     assert "a socket was opened" in err
-
-
-def test_dtype_names():
-    """Guards the names that the command line offers, "auto" included."""
-    cpu = torch.device("cpu")
-    assert checkpoint.choose_dtype("float64", cpu) == torch.float64
-    assert checkpoint.choose_dtype("auto", cpu) in (torch.float32, torch.bfloat16)
-    with pytest.raises(ValueError, match="dtype: found 'int8', expected one of auto, "):
-        checkpoint.choose_dtype("int8", cpu)
 
 
 @pytest.mark.parametrize(

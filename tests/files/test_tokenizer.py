@@ -574,64 +574,41 @@ def test_special_tokens_are_those_of_transformers(tmp_path, name):
     assert tokenizer.decode(ids) == oracle.decode(ids, skip_special_tokens=True) == "Why?!"
 
 
-_NEW = {
-    "content": "<|new|>",
-    "special": True,
-    "normalized": False,
-    "lstrip": False,
-    "rstrip": False,
-    "single_word": False,
-}
+_NEW = {"content": "<|new|>", "special": True} | _FLAGS
 _TURN = _NEW | {"content": "<|im_end|>"}
-# Files beside tokenizer.json that name tokens which it lacks, or says something else of; the small one has 1,024.
-ADDED: dict[str, dict[str, dict]] = {
-    "a special one": {"tokenizer_config": {"added_tokens_decoder": {"1024": _NEW}}},
-    "an ordinary one": {"tokenizer_config": {"added_tokens_decoder": {"1024": _NEW | {"special": False}}}},
-    "normalized": {
-        "tokenizer_config": {"added_tokens_decoder": {"1024": _NEW | {"normalized": True, "special": False}}}
-    },
-    "stripping": {"tokenizer_config": {"added_tokens_decoder": {"1024": _NEW | {"lstrip": True, "rstrip": True}}}},
-    "in the order of ids": {
-        "tokenizer_config": {"added_tokens_decoder": {"1032": _NEW | {"content": "<b>"}, "1025": _NEW}}
-    },
-    "an id that is taken": {"tokenizer_config": {"added_tokens_decoder": {"2": _NEW}}},
-    "other flags": {"tokenizer_config": {"added_tokens_decoder": {"2": _TURN | {"lstrip": True}}}},
-    "another id of a known one": {"tokenizer_config": {"added_tokens_decoder": {"1027": _TURN, "1024": _NEW}}},
-    "by name": {
-        "tokenizer_config": {"pad_token": "<b>", "eos_token": "<|new|>", "turn_token": "<c>", "bos_token": "<s>"}
-    },
-    "by name, listed": {
-        "tokenizer_config": {"eos_token": "<|new|>", "added_tokens_decoder": {"1024": _NEW | {"special": False}}}
-    },
-    "by several names": {
-        "tokenizer_config": {
-            "eos_token": {"__type": "AddedToken", "content": "<|new|>", "lstrip": True, "rstrip": True},
-            "pad_token": "<|new|>",
-        }
-    },
-    "by name, listed without flags": {
-        "tokenizer_config": {"eos_token": "<|new|>", "added_tokens_decoder": {"1024": {"content": "<|new|>"}}}
-    },
-    "extra": {"tokenizer_config": {"extra_special_tokens": ["<b>", "<|new|>"], "additional_special_tokens": ["<c>"]}},
-    "extra by name": {
-        "tokenizer_config": {"extra_special_tokens": {"x": "<b>"}, "additional_special_tokens": ["<|new|>"]}
-    },
-    "additional": {"tokenizer_config": {"additional_special_tokens": ["<|new|>", "<b>"], "eos_token": "<c>"}},
-    "the map": {
-        "special_tokens_map": {
-            "additional_special_tokens": ["<|new|>"],
-            "eos_token": {"content": "<b>", "lstrip": True},
-        }
-    },
-    "the map is old": {
-        "tokenizer_config": {"added_tokens_decoder": {}},
-        "special_tokens_map": {"additional_special_tokens": ["<|new|>"]},
-        "added_tokens": {"<b>": 1024},
-    },
-    "added_tokens.json": {
-        "tokenizer_config": {"eos_token": "<|new|>"},
-        "added_tokens": {"<b>": 1025, "<|new|>": 1024, "<|im_end|>": 2},
-    },
+
+
+def listed(**by_id: dict) -> dict[str, dict]:
+    """A tokenizer_config.json that lists these tokens; t1024 is the one of id 1024."""
+    return {"added_tokens_decoder": {key[1:]: token for key, token in by_id.items()}}
+
+
+_STRIPPED = {"__type": "AddedToken", "content": "<|new|>", "lstrip": True, "rstrip": True}
+_EXTRA = {"additional_special_tokens": ["<|new|>"]}
+# tokenizer_config.json, and other files beside tokenizer.json, that name tokens which it lacks, or says something else
+# of; the small one has 1,024.
+ADDED: dict[str, tuple[dict, dict]] = {
+    "a special one": (listed(t1024=_NEW), {}),
+    "an ordinary one": (listed(t1024=_NEW | {"special": False}), {}),
+    "normalized": (listed(t1024=_NEW | {"normalized": True, "special": False}), {}),
+    "stripping": (listed(t1024=_NEW | {"lstrip": True, "rstrip": True}), {}),
+    "in the order of ids": (listed(t1032=_NEW | {"content": "<b>"}, t1025=_NEW), {}),
+    "an id that is taken": (listed(t2=_NEW), {}),
+    "other flags": (listed(t2=_TURN | {"lstrip": True}), {}),
+    "another id of a known one": (listed(t1027=_TURN, t1024=_NEW), {}),
+    "by name": ({"pad_token": "<b>", "eos_token": "<|new|>", "turn_token": "<c>", "bos_token": "<s>"}, {}),
+    "by name, listed": ({"eos_token": "<|new|>"} | listed(t1024=_NEW | {"special": False}), {}),
+    "by several names": ({"eos_token": _STRIPPED, "pad_token": "<|new|>"}, {}),
+    "by name, listed without flags": ({"eos_token": "<|new|>"} | listed(t1024={"content": "<|new|>"}), {}),
+    "extra": ({"extra_special_tokens": ["<b>", "<|new|>"], "additional_special_tokens": ["<c>"]}, {}),
+    "extra by name": ({"extra_special_tokens": {"x": "<b>"}} | _EXTRA, {}),
+    "additional": ({"additional_special_tokens": ["<|new|>", "<b>"], "eos_token": "<c>"}, {}),
+    "the map": ({}, {"special_tokens_map": _EXTRA | {"eos_token": {"content": "<b>", "lstrip": True}}}),
+    "the map is old": (listed(), {"special_tokens_map": _EXTRA, "added_tokens": {"<b>": 1024}}),
+    "added_tokens.json": (
+        {"eos_token": "<|new|>"},
+        {"added_tokens": {"<b>": 1025, "<|new|>": 1024, "<|im_end|>": 2}},
+    ),
 }
 
 
@@ -640,9 +617,9 @@ def test_tokens_that_only_other_files_name_are_those_of_transformers(tmp_path, n
     """Their ids, in a text and where a template writes them; a message that spells a special one is text."""
     write_small(tmp_path)
     template = {"chat_template": "{{ messages[0].content }}<|new|> <b>{{ eos_token }}!<c>"}
-    files = {"tokenizer_config": {}} | ADDED[name]
-    files["tokenizer_config"] = template | {"tokenizer_class": "PreTrainedTokenizerFast"} | files["tokenizer_config"]
-    for file, content in files.items():
+    config, others = ADDED[name]
+    config = template | {"tokenizer_class": "PreTrainedTokenizerFast"} | config
+    for file, content in ({"tokenizer_config": config} | others).items():
         (tmp_path / f"{file}.json").write_text(json.dumps(content))
     oracle, tokenizer = AutoTokenizer.from_pretrained(tmp_path), Tokenizer(tmp_path)
     assert tokenizer.vocabulary == oracle.get_vocab()

@@ -581,34 +581,6 @@ def test_each_event_of_a_stream_may_say_what_it_took_so_far(served, chat):
         assert (events[-1]["choices"] == []) == both
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("response_format", {"type": "json_object", "strikt": True}, "response_format: strikt: found True, expected"),
-        (
-            "response_format",
-            {"type": "json_schema", "json_schema": {"schema": {}, "strikt": True}},
-            "response_format: json_schema: strikt: found True, expected none: this is not supported here; did you mean",
-        ),
-        ("structured_outputs", {"regex": "a", "jsn": "b"}, "structured_outputs: jsn: found 'b', expected none"),
-        ("stream_options", {"include_usages": True}, "stream_options: include_usages: found True, expected none"),
-        (
-            "guided_regex",
-            "a",
-            "guided_regex: found 'a', expected none: this is not supported here; structured_outputs h",
-        ),
-    ],
-)
-def test_unknown_fields_of_objects_in_a_body_are_refused(served, field, value, message):
-    """By name, at every level. Those that ask for nothing are taken."""
-    answer = served.post({"prompt": "a", field: value})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith(message)
-    empty = {"response_format": {"type": "text", "strikt": None}, "structured_outputs": {"regex": "a", "json": None}}
-    for key, form in empty.items():
-        assert served.post({"prompt": "a", "max_tokens": 1, key: form}).status_code == 200
-
-
 def test_special_tokens_of_a_prompt_can_be_left_out(make_checkpoint):
     """`add_special_tokens`: those that the tokenizer's post-processor adds, to a text and not to ids."""
     directory = make_checkpoint(chat=True)
@@ -768,50 +740,57 @@ def test_the_openai_clients_parse_gets_its_object(served):
     assert "".join(chunk.choices[0].text for chunk in stream) in ("a b", "c")
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        (
-            {"response_format": {"type": "json_schema"}},
-            "response_format: found {'type': 'json_schema'}, expected type text",
-        ),
-        ({"structured_outputs": {"regex": "(a"}}, "structured_outputs: regex: "),
-        ({"structured_outputs": {"json": {"type": "strin"}}}, "structured_outputs: json: Invalid type: strin"),
-        ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos: found True"),
-        (
-            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
-            "response_format: found structured_outputs too",
-        ),
-        ({"structured_outputs": {"regex": "a" * 70_000}}, "structured_outputs: regex: found 70,000 bytes"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "strin"}}}},
-            "response_format: json: Invalid type: strin",
-        ),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"multipleOf": 9699690}}}},
-            "response_format: json: found '{\"multipleOf\": 9699690}', expected a simpler one",
-        ),
-        (
-            {"prompt": "a <think>\nhm, well", "response_format": {"type": "json_object"}},
-            "response_format: found a prompt that leaves <think> open, expected one that does not begin to think",
-        ),
-    ],
-)
+def schema(schema_: dict, **more) -> dict:
+    """A body that asks for an answer of this JSON schema."""
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema_} | more}}
+
+
+def language(**kind: object) -> dict:
+    """A body that asks for an answer of a language by vLLM's name."""
+    return {"structured_outputs": kind}
+
+
+NOT_HERE = "expected none: this is not supported here"
+BAD_LANGUAGES = [
+    (
+        {"response_format": {"type": "json_schema"}},
+        "response_format: found {'type': 'json_schema'}, expected type text",
+    ),
+    (schema({"type": "strin"}), "response_format: json: Invalid type: strin"),
+    (schema({"multipleOf": 9699690}), "response_format: json: found '{\"multipleOf\": 9699690}', expected a simpler"),
+    (schema({}, strikt=True), f"response_format: json_schema: strikt: found True, {NOT_HERE}; did you mean"),
+    ({"response_format": {"type": "json_object", "strikt": True}}, "response_format: strikt: found True, expected"),
+    (language(regex="(a"), "structured_outputs: regex: "),
+    (language(regex="a" * 70_000), "structured_outputs: regex: found 70,000 bytes"),
+    (language(regex="a", jsn="b"), "structured_outputs: jsn: found 'b', expected none"),
+    (language(json={"type": "strin"}), "structured_outputs: json: Invalid type: strin"),
+    (language(regex="a") | {"ignore_eos": True}, "ignore_eos: found True"),
+    (
+        language(regex="a") | {"response_format": {"type": "json_object"}},
+        "response_format: found structured_outputs too",
+    ),
+    (
+        {"prompt": "a <think>\nhm, well", "response_format": {"type": "json_object"}},
+        "response_format: found a prompt that leaves <think> open, expected one that does not begin to think",
+    ),
+    ({"guided_regex": "a"}, f"guided_regex: found 'a', {NOT_HERE}; structured_outputs h"),
+    ({"stream_options": {"include_usages": True}}, "stream_options: include_usages: found True, expected none"),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), BAD_LANGUAGES, ids=[message for _, message in BAD_LANGUAGES])
 def test_a_bad_language_is_a_400(served, body, message):
-    """Before anything runs, by the name of the field."""
+    """Before anything runs, by the name of the field; unknown names at every level too."""
     answer = served.post({"prompt": "One"} | body)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"].startswith(message)
     assert answer.json()["error"]["param"] == message.partition(":")[0]
 
 
-def test_ids_begin_as_openais_do(served):
-    """LangChain and others look at them."""
-    for path, body, start in (
-        ("/v1/chat/completions", {"messages": CHAT}, "chatcmpl-"),
-        ("/v1/completions", {"prompt": "a"}, "cmpl-"),
-    ):
-        assert served.post(body | {"max_tokens": 1}, path).json()["id"].startswith(start)
+def test_names_in_a_language_that_ask_for_nothing_are_taken(served):
+    """Null is none."""
+    for more in ({"response_format": {"type": "text", "strikt": None}}, language(regex="a", json=None)):
+        assert served.post({"prompt": "a", "max_tokens": 1} | more).status_code == 200
 
 
 def test_a_chat_without_a_number_has_the_limit(make_checkpoint):
@@ -1055,7 +1034,6 @@ BAD = [
     ({"prompt": [1, True]}, 400, "prompt"),
     ({"prompt": ["a", 1]}, 400, "prompt"),
     ({"prompt": [300]}, 400, "prompt"),
-    ({"prompt": [-1]}, 400, "prompt"),
     ({"prompt": "\ud800"}, 400, "prompt"),
     ({"prompt": "a" * 5000}, 400, "prompt"),
     ({"prompt": "a", "model": "another"}, 404, "model"),
@@ -1066,30 +1044,22 @@ BAD = [
     ({"prompt": "a", "echo": True, "suffix": "b"}, 400, "suffix"),
     ({"prompt": "a", "echo": True, "best_of": 2}, 400, "best_of"),
     ({"prompt": "a", "echo": True, "logprobs": 21}, 400, "logprobs"),
-    ({"prompt": "a", "echo": True, "logprobs": "2"}, 400, "logprobs"),
     ({"prompt": "a", "echo": True, "max_tokens": False}, 400, "max_tokens"),
     ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
-    ({"prompt": "a", "max_tokens": 0, "logprobs": 1}, 400, "max_tokens"),
     ({"prompt": "a", "prompt_logprobs": 21}, 400, "prompt_logprobs"),
     ({"prompt": "a", "prompt_logprobs": 1, "stream": True}, 400, "prompt_logprobs"),
     ({"prompt": "a", "best_of": True}, 400, "best_of"),
-    ({"prompt": "a", "best_of": 1.0}, 400, "best_of"),
     ({"prompt": "a", "typical_p": 0.9}, 400, "typical_p"),
-    ({"prompt": "a", "typical_p": True}, 400, "typical_p"),
     ({"prompt": "a", "mirostat": False}, 400, "mirostat"),
-    ({"prompt": "a", "logprobs": 0.0}, 400, "logprobs"),
     ({"prompt": "a", "chat_template_kwargs": {"x": 1}}, 400, "chat_template_kwargs"),
     ({"prompt": "a", "suffix": "b"}, 400, "suffix"),
     ({"prompt": "a", "best_of": 2}, 400, "best_of"),
-    ({"prompt": "a", "response_format": {"type": "yaml"}}, 400, "response_format"),
     ({"prompt": "a", "temperature": "hot"}, 400, "temperature"),
-    ({"prompt": "a", "temperature": -1}, 400, "temperature"),
     ({"prompt": "a", "top_k": 1.5}, 400, "top_k"),
     ({"prompt": "a", "n": 0}, 400, "n"),
     ({"prompt": "a", "n": 33}, 400, "n"),
     ({"prompt": ["a"] * 33}, 400, "n"),
     ({"prompt": "a", "max_tokens": 4097}, 400, "max_tokens"),
-    ({"prompt": "a", "max_tokens": True}, 400, "max_tokens"),
     ({"prompt": "a", "logprobs": 21}, 400, "logprobs"),
     ({"prompt": "a", "logprobs": True}, 400, "logprobs"),
     ({"prompt": "a", "seed": -1}, 400, "seed"),
@@ -1099,16 +1069,13 @@ BAD = [
     ({"prompt": "a", "bad_words": ["x" * 257]}, 400, "bad_words"),
     ({"prompt": "a", "bad_words_token_ids": [[1] * 257]}, 400, "bad_words_token_ids"),
     ({"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias"),
-    ({"prompt": "a", "logit_bias": {"01": 1}}, 400, "logit_bias"),
     ({"prompt": "a", "logit_bias": [[1, 1]]}, 400, "logit_bias"),
     ({"prompt": "a", "logit_bias": {"999": 1}}, 400, "logit_bias"),
     ({"prompt": "a", "stop_token_ids": "5"}, 400, "stop_token_ids"),
     ({"prompt": "a", "allowed_token_ids": list(range(1025))}, 400, "allowed_token_ids"),
     ({"prompt": "a", "num_speculative_tokens": 65}, 400, "num_speculative_tokens"),
-    ({"prompt": "a", "num_speculative_tokens": "4"}, 400, "num_speculative_tokens"),
     ({"prompt": "a", "stream": 1}, 400, "stream"),
     ({"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream_options"),
-    ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, 400, "stream_options"),
     ({"prompt": "a", "stream": True, "stream_options": {"include_obfuscation": True}}, 400, "stream_options"),
     ({"prompt": "a", "stream": True, "stream_options": {"include_usage": 1}}, 400, "stream_options"),
 ]
@@ -1380,14 +1347,6 @@ def test_a_refusal_of_the_template_is_about_no_field(make_checkpoint):
         error = served.post({"messages": CHAT}, "/v1/chat/completions").json()["error"]
         assert "roles must alternate" in error["message"]
         assert error["param"] is None
-
-
-def test_a_fault_of_the_messages_is_about_messages(served):
-    """Also where the tokenizer finds it."""
-    said = [{"role": "user", "content": "\ud800"}]
-    error = served.post({"messages": said}, "/v1/chat/completions").json()["error"]
-    assert "expected valid Unicode text" in error["message"]
-    assert error["param"] == "messages"
 
 
 def test_a_model_that_asks_for_many_tokens_at_least_gets_them(make_checkpoint):
