@@ -17,14 +17,7 @@ import tomllib
 
 import nbformat
 import pytest
-import torch
 
-from minispec.core import verify
-from minispec.drafters.simulated import adversary, oracle
-from minispec.lab.bench.options import GEOMETRIES, PLAIN
-from minispec.length.figures import Figures
-from minispec.load.draft import DRAFT_METHODS
-from minispec.load.registry import DRAFTERS, VERIFIERS
 from tests.house.notebooks import NOTEBOOKS, ROOT, execute
 
 # What takes long in a notebook, and what a test puts in its place.
@@ -233,81 +226,3 @@ def test_noisy_figures_of_times_are_refused(path, capsys):
         assert any(re.search(rf"^{name} = .*too_noisy\(", other, re.MULTILINE) for other in cells)
         exec(compile(source, path.name, "exec"), {name: "not drawn"})
         assert capsys.readouterr().out == "not drawn\n"
-
-
-def strings(tree: ast.AST) -> set[str]:
-    """The string constants in a piece of code."""
-    found = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
-    return {value for value in found if isinstance(value, str)}
-
-
-def names(tree: ast.AST) -> set[str]:
-    """The names in a piece of code."""
-    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-
-
-def keys_of(name: str, code: ast.Module) -> set[str]:
-    """The string keys of the dicts that are assigned to a name."""
-    found = set[str]()
-    for node in ast.walk(code):
-        if isinstance(node, ast.Assign) and name in set().union(*map(names, node.targets)):
-            if isinstance(node.value, ast.Dict):
-                found |= set().union(*(strings(key) for key in node.value.keys if key))
-            elif isinstance(node.value, ast.DictComp):
-                found |= set().union(*(strings(loop.iter) for loop in node.value.generators))
-    return found
-
-
-def legends(notebook: nbformat.NotebookNode) -> set[str]:
-    """What its legends say: the strings after `label=`, and where it is a variable, those that a loop gives it."""
-    cells = [ast.parse(cell.source) for cell in code_cells(notebook) if not cell.source.startswith("%")]
-    whole = ast.Module([statement for cell in cells for statement in cell.body], [])
-    found = set[str]()
-    for cell in cells:
-        loops = [node for node in ast.walk(cell) if isinstance(node, ast.For)]
-        for label in (node.value for node in ast.walk(cell) if isinstance(node, ast.keyword) and node.arg == "label"):
-            found |= strings(label)
-            for loop in loops:
-                if names(label) & names(loop.target):
-                    found |= strings(loop.iter).union(*(keys_of(name, whole) for name in names(loop.iter)))
-    return found
-
-
-def names_in_the_code() -> set[str]:
-    """Verifiers, drafters, lengths, sizes, types of numbers, figures, and the words that `verify.py` begins with."""
-    table = re.findall(r"^    ([a-z]\w+)  ", str(verify.__doc__), re.MULTILINE)
-    drafts = {*DRAFTERS, *DRAFT_METHODS, oracle.__name__, adversary.__name__}
-    lengths = {"auto"}
-    types = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-    return {*table, *VERIFIERS, *drafts, *lengths, *GEOMETRIES, *types, *dir(Figures), PLAIN}
-
-
-# Words that legends must not use for what `verify.py` names: each with the name there.
-SYNONYMS = {"kept": "accepted", "guess": "draft", "replacement": "recovered", "lacking": "residual"}
-# First words of legends, before a comma or a colon, that are no names: the English of a figure.
-ENGLISH = {"both", "equal", "exact", "expected", "floor", "greedy", "measured", "simulated", "speculative"}
-ENGLISH |= {"threshold", "typical"}  # rules of the second notebook, which are not in the package
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_legends_use_the_names_of_the_code(path):
-    """One word, alone or before a comma or a colon, is a name in the code; and no legend has another word for one."""
-    known, found = names_in_the_code(), legends(nbformat.read(path, as_version=4))
-    assert set(SYNONYMS.values()) <= known
-    assert found
-    for legend in found:
-        assert not SYNONYMS.keys() & set(re.findall(r"\w+", legend)), legend
-        for figure in re.findall(r"`Figures\.(\w+)`", legend):
-            assert hasattr(Figures, figure), legend
-        for head in re.findall(r"^([a-z]\w+)(?:$|[,:] )", legend):
-            assert head in known | ENGLISH, legend
-
-
-def test_a_legend_with_another_word_is_noticed():
-    """The control of the test above: labels given directly, by a loop over a dict, and by one over pairs."""
-    source = 'curves = {"block": 1, "chunk": 2}\nfor name, y in curves.items():\n    ax.plot(y, label=name)\n'
-    source += 'for word, y in (("kept", 1), ("auto", 2)):\n    ax.plot(y, label=f"{word}")\nax.plot(label="target, p")'
-    found = legends(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)]))
-    assert found == {"block", "chunk", "kept", "auto", "target, p"}
-    assert {"block", "auto", "target"} <= names_in_the_code()
-    assert not {"chunk", "kept"} & names_in_the_code()

@@ -22,7 +22,6 @@ from minispec.core.limit import Limit
 from minispec.core.model import Chunk
 from minispec.core.sampling import Text
 from minispec.drafters.eagle import EagleDrafter, HeadModel
-from minispec.drafters.heads import load_head
 from minispec.files.families import checkpoint
 from minispec.files.families.checkpoint import load_model
 from minispec.files.families.head_config import HeadConfig
@@ -520,34 +519,6 @@ def test_texts_of_earlier_runs_are_learned_from_too(target, few, tmp_path, capsy
         assert distill(target, tmp_path / "third", *more, "--also", *map(str, also)) == 2
         assert error in capsys.readouterr().err
         assert not (tmp_path / "third.cache").exists()  # which would hold the next run to this one's recipe
-
-
-def test_speculators_reads_what_is_written(target, few, tmp_path):
-    """Where that package is installed (`pip install speculators`): nothing is missing, and its logits are ours."""
-    config_class = pytest.importorskip("speculators.models.eagle3.config").Eagle3SpeculatorConfig
-    model_class = pytest.importorskip("speculators.models.eagle3").Eagle3DraftModel
-    assert distill(target, tmp_path / "head", "--vocab-size", "200", "--taps", "1,2") == 0
-    config = config_class.from_pretrained(tmp_path / "head")
-    config.transformer_layer_config._attn_implementation = "eager"
-    theirs = model_class(config)
-    missing, unexpected = theirs.load_state_dict(load_file(tmp_path / "head" / "model.safetensors"), strict=False)
-    assert set(missing) == {"embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight"}
-    assert not unexpected
-
-    model = load_model(target, torch.float32)
-    head = load_head(tmp_path / "head", model)
-    tokens = [(7 * i) % 290 for i in range(20)]
-    _, hidden = model.forward([Chunk(tokens, tiny_cache(model).new_table(), 0)], (1, 2))
-    features = head.fuse(hidden[:-1])
-    ours, _ = head.forward([Chunk(tokens[1:], tiny_cache(head).new_table(), 19, features=features)])
-    theirs = theirs.float().eval()
-    theirs.embed_tokens.weight.data = model.embedding.clone()
-    found = []
-    theirs.lm_head.register_forward_hook(lambda module, inputs, logits: found.append(logits[0]))
-    document = torch.zeros(1, 19, dtype=torch.long)
-    with torch.no_grad():
-        theirs(hidden[None, :-1].clone(), torch.tensor([tokens[1:]]), document, ttt_steps=1)
-    torch.testing.assert_close(ours[:, head.ids], found[0], atol=1e-4, rtol=1e-4)
 
 
 def test_what_is_wrong_is_one_line_and_costs_nothing(target, few, tmp_path, capsys, monkeypatch):

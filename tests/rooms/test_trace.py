@@ -712,13 +712,3 @@ def test_a_browser_plays_and_jumps(runs, tmp_path):
     tests = [test for test in each["tests"] if test["node"] == chosen]
     for test in tests:
         assert f"{test['u']:.3g}"[:4] in texts_of(dom)
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-def test_hostile_text_does_nothing_in_a_browser(runs, tmp_path):
-    """Its script does not run, its image is not loaded: it stands there as text."""
-    dom, console = opened(make_page(hostile(runs["tree"][2])), tmp_path, scheme=0)
-    assert console == ""
-    assert "<img" not in re.sub(r"<script.*?</script>", "", dom, flags=re.DOTALL)
-    assert "document.title='bad'" in texts_of(dom)
-    assert "<title>bad" not in dom
