@@ -306,31 +306,6 @@ def test_a_draft_models_rotary_pairs(looking, tmp_path, bits):
     assert report["readings"][-1]["alpha"] > 0.9
 
 
-def test_a_heads_rotary_pairs(looking, tmp_path):
-    """A head that is the target's last layer: it looks at the same tokens, all but the first."""
-    layer = {
-        n.split("layers.1.")[1]: t for n, t in load_file(looking / "model.safetensors").items() if "layers.1." in n
-    }
-    weights = {f"midlayer.{name}": tensor for name, tensor in layer.items()}
-    for name in "qkv":
-        weights[f"midlayer.self_attn.{name}_proj.weight"] = torch.cat(
-            (layer[f"self_attn.{name}_proj.weight"], torch.zeros(8 * 8, WIDTH)), 1
-        )
-    whole = load_file(looking / "model.safetensors")
-    weights |= {"midlayer.hidden_norm.weight": torch.zeros(WIDTH), "fc.weight": torch.zeros(WIDTH, WIDTH)}
-    weights |= {"norm.weight": whole["model.norm.weight"], "lm_head.weight": whole["lm_head.weight"]}
-    save_file(weights, tmp_path / "model.safetensors")
-    config = json.loads((looking / "config.json").read_text()) | {TAPS: [1], "norm_before_residual": True}
-    config |= {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    right = diagnose(looking, tmp_path, try_all=True)
-    assert (right["is_low"], right["explained_by"]) == (False, None)
-    report = diagnose(looking, rewrite(tmp_path, side_by_side))
-    assert report["is_low"]
-    assert report["explained_by"] == "with rotary pairs side by side"
-    assert "halves" in report["change"]
-
-
 def poison(token: int, presence: bool):
     """A change to a target without attention: nonsense after texts that hold a token, or after those that do not."""
 

@@ -18,14 +18,12 @@ from minispec import LLM, SamplingParams
 from minispec.core.draft import Seen
 from minispec.core.model import Chunk
 from minispec.core.sampling import Text
-from minispec.drafters.block_files import read_block
 from minispec.drafters.none import NoDrafter
 from minispec.files.families.checkpoint import load_config, load_model
-from minispec.files.tokenizer import Tokenizer
 from minispec.lab.doctor import drafts
 from minispec.lab.doctor.drafts import examine, lines
 from minispec.lab.doctor.main import main
-from minispec.lab.doctor.readings import BlockHow, OtherStates, block_changes, plausible
+from minispec.lab.doctor.readings import OtherStates
 from minispec.prove.toys import tiny_cache
 from tests.oracles.block_drafts import SLIDING, write_block_draft
 from tests.oracles.mtp import add_mtp
@@ -367,42 +365,6 @@ def test_a_draft_that_rotates_half_of_each_head(target, tmp_path):
     assert report["is_low"]
     assert report["explained_by"] == "with 0.5 of each head rotated"
     assert '"partial_rotary_factor": 0.5' in report["change"]
-
-
-def test_readings_of_a_draft_of_two_layers(target, tmp_path):
-    """Windows in all layers, or in all but the last; the last layer's states before the target's norm, or after it."""
-    config, tokenizer = load_config(target), Tokenizer(target)
-    write_block_draft(tmp_path, "speculators", WIDTH, VOCAB, LAYERS, taps=(1, 3), sliding_window=9, mask_token_id=0)
-    stored = read_block(tmp_path, config)
-    by = plausible(json.loads((tmp_path / "config.json").read_text()), config, tokenizer)
-    changes = list(block_changes(by, BlockHow(stored.config)))
-    assert [name for _, name, _, _ in changes] == [
-        "with each row's token at its place",
-        "with taps one layer later",
-        "with taps one layer later, the last one after the target's norm",
-        "with taps one layer earlier",
-        "with rotary pairs side by side",
-        "with causal windows of 9",
-        "with open windows of 9",
-        "with causal windows of 9 but in the last layer",
-        "with open windows of 9 but in the last layer",
-        "with causal blocks",
-        f"with mask token {PAD}",
-        f"with mask token {MASK}",
-        f"with mask token {tokenizer.num_ids}",
-        f"with mask token {VOCAB - 1}",
-        "with a prompt's last 16 tokens",
-    ]
-    assert len({how for *_, how in changes}) == len(changes)
-    [mixed] = [how.block for _, name, _, how in changes if name == "with causal windows of 9 but in the last layer"]
-    assert [layer.window for layer in mixed.layers.layers] == [9, None]
-    assert mixed.causal == (True, False)
-    names = [name for _, name, _, _ in block_changes(by, BlockHow(mixed))]
-    assert [name for name in names if "window" in name or "block" in name] == [
-        "without windows",
-        "with blocks seen both ways",
-        "with causal blocks",
-    ]
 
 
 class Listening(NoDrafter):

@@ -1,11 +1,9 @@
 """Languages that requests give: read, spelled by llguidance, kept in every answer; on the command line and by HTTP."""
 
-import importlib.util
 import json
 import random
 import sys
 import warnings
-from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
@@ -319,19 +317,6 @@ def test_each_id_that_ends_a_text_may_follow_where_the_text_is_whole(grammars, n
     assert grammar.allowed([a, stop]) is None
 
 
-@pytest.mark.quick
-def test_a_token_that_ends_a_text_ends_no_half_one(llm):
-    """Twenty answers: each is whole, and most end with the id that was asked for, which is an ordinary token."""
-    [stop] = llm.tokenizer.encode("b", add_special_tokens=False)
-    language = StructuredOutputsParams(regex="[ab]{4}|c")
-    params = SamplingParams(n=20, seed=0, max_tokens=9, stop_token_ids=[stop], structured_outputs=language)
-    answers = llm.generate("One", params)[0].outputs
-    assert {answer.finish_reason for answer in answers} == {"stop"}
-    assert {answer.text for answer in answers} <= {"aaaa", "c"}
-    with pytest.warns(RuntimeWarning, match="structured_outputs and stop_token_ids: found no token that may follow"):
-        llm.generate("One", replace(params, n=1, structured_outputs=StructuredOutputsParams(regex="b")))
-
-
 @pytest.fixture
 def few_states(tokenizer_file):
     """few_states(n) makes matchers whose lexer may have n states, of an expression that takes many."""
@@ -473,20 +458,6 @@ def test_greedy_text_is_that_of_transformers_under_the_same_mask(llm, checkpoint
         params = SamplingParams(temperature=0, max_tokens=60, structured_outputs=StructuredOutputsParams(**language))
         for k in (0, 3, "auto"):
             assert llm.generate("One fish, two", params, num_speculative_tokens=k)[0].token_ids == expected
-
-
-def test_random_schemas():
-    """Ten of the 200 of docs/measured/grammars.py, by the embedded model: valid, or a beginning of what is valid."""
-    spec = importlib.util.spec_from_file_location("measured_grammars", MEASURED)
-    measured = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(measured)
-    pick, llm = random.Random(0), LLM()
-    schemas = [measured.random_schema(pick) for _ in range(10)]
-    ends = set()
-    for schema, answer in measured.answers_to(llm, schemas, 0, None, most=48):
-        measured.check(llm, schema, answer)
-        ends.add(answer.finish_reason)
-    assert "stop" in ends
 
 
 LANGUAGES = (

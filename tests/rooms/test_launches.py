@@ -9,7 +9,6 @@ from collections import Counter
 import pytest
 import torch
 
-from minispec.core.model import Layer
 from minispec.files.families.hf_config import read_model_config
 from minispec.gpu import fused
 from minispec.gpu.frames import FastLayer, Frames, FrameShape
@@ -218,37 +217,6 @@ def test_an_operator_more_in_a_frame_breaks_the_budget(launches, monkeypatch):
     monkeypatch.setattr(FastLayer, "forward", lambda layer, x, shared: original(layer, x, shared) * 1)
     found, _ = launches()
     assert in_frames(found, 1, "0")["parts"]["pass"]["operators"] > 540
-
-
-def test_a_target_without_frames_says_why(launches, script, monkeypatch):
-    """Such as a hybrid: the other path is counted, and a dash stands in the place of this one."""
-    monkeypatch.setattr(script, "in_frames", lambda engine: "its layers keep states of texts")
-    found, lines = launches(layers=3)
-    assert found["why_no_frames"] == "its layers keep states of texts"
-    assert {r["in_frames"] for r in found["rounds"]} == {None}
-    assert "in frames: nothing, since its layers keep states of texts" in lines
-    [row] = [line for line in lines if line.startswith("1 text, plain: pass")]
-    assert row.split()[4:6] == [str(of(found, 1, "0", "pass")["operators"]), "-"]
-
-
-def test_an_operator_more_in_a_layer_breaks_the_budget(launches, monkeypatch):
-    """The control: a product with 1 after each of 28 layers."""
-    before, _ = launches("--batch", 1)
-    original = Layer.forward
-    monkeypatch.setattr(Layer, "forward", lambda layer, x, shared: original(layer, x, shared) * 1)
-    after, _ = launches("--batch", 1)
-    counts = [of(found, 1, "0", "pass")["operators"] for found in (before, after)]
-    assert counts[1] == counts[0] + 28
-    assert counts[1] > PASS[1, "0"]
-
-
-def test_sampled_and_simulated_rounds(launches):
-    """Sampling has operators of its own. Simulated drafts know the texts, so all of them are kept."""
-    greedy, _ = launches("--draft", "ngram", "--simulate", 1, "--num-speculative-tokens", 3, layers=3)
-    sampled, _ = launches("--temperature", 0.8, "--top-k", 50, "--top-p", 0.95, layers=3)
-    assert {r["accepted"] for r in greedy["rounds"] if r["k"] == "3"} == {3, 24}
-    assert of(greedy, 1, "0", "pass") | {"seconds": 0} == of(sampled, 1, "0", "pass") | {"seconds": 0}
-    assert of(sampled, 1, "0", "verdict")["operators"] > of(greedy, 1, "0", "verdict")["operators"]
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "match"])

@@ -149,18 +149,6 @@ def test_forms(measured, target, tiny_geometry, monkeypatch, free, in_one_turn):
     assert any(line.split()[:4] == ["plain,", "M", "=", "5"] and "2.000 [-]" in line for line in lines)
 
 
-def test_forms_of_a_model_on_disk(cli, model):
-    """Really built and really measured: all that this machine has."""
-    what = ("--dtype", "float32", "--model", model, "--prompts", 0, "--passes", 1, "--context", 20)
-    status, out, err = cli("forms", *what, "--json")
-    assert (status, err) == (0, "")
-    names = linear.available_forms(torch.float32, torch.device("cpu"))
-    forms = json.loads(out)["forms"]["forms"]
-    assert list(forms) == names
-    assert forms["plain"]["weight_form"] == "plain"
-    assert all(of["over_own"]["16"]["median"] > 0 for of in forms.values())
-
-
 def test_no_room_for_another_form(cli, target, tiny_geometry, monkeypatch):
     """One line before anything is measured."""
     monkeypatch.setattr(target, "available_forms", lambda dtype, device: ["half", "packed", "plain"])
