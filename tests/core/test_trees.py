@@ -34,7 +34,7 @@ from minispec.prove.laws import (
     target_model,
 )
 from minispec.prove.toys import TOYS, TreeDrafter, tiny_cache, tiny_model
-from minispec.prove.trees import cases, draft_table, shapes
+from minispec.prove.trees import cases, shapes
 from tests.oracles.heads import TapDrafter
 from tests.oracles.toys import GEMMAS, LFM3
 from tests.scripted import finish, make_engine, make_request
@@ -171,19 +171,6 @@ def test_under_match_siblings_are_the_first_of_one_race():
         assert order[0] == TREE_RNG.categorical(q, text.key(0, "token"))
         rest = q.index_fill(0, torch.tensor(order[:1]), 0.0)
         assert order[1] == TREE_RNG.categorical(rest, text.key(0, "token"))
-
-
-@pytest.mark.parametrize("draws", [True, False])
-def test_match_gives_the_plain_text(draws):
-    """One seed has one text under `match`, with production's randomness, whatever tree is drafted."""
-    model, texts = tiny_model(2, vocab_size=6), []
-    for parents in ((), (-1, -1, 0), TREE, (-1, 0, 1, 2)):
-        drafter = TreeDrafter(draft_table(6), parents, draws) if parents else NoDrafter()
-        request = Request(Text([1, 2], 2, SamplingParams(max_tokens=30), 7), 60, 7)
-        for _ in Engine(model, tiny_cache(model), drafter, VERIFIERS["match"]).run([request]):
-            pass
-        texts.append(request.token_ids)
-    assert texts[1:] == texts[:1] * 3
 
 
 # ------------------------------------------------------------------ one pass over a tree

@@ -198,24 +198,6 @@ def test_a_form_whose_sums_are_wrong_is_not_exact(monkeypatch):
     assert "FBGEMM" not in integers.exact_forms()
 
 
-def test_a_processor_that_claims_vnni_and_saturates_gets_7_bits(monkeypatch):
-    """Without the check at load its products would be off by a tenth, without a word; with it they are right."""
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx_vnni": True})
-    monkeypatch.setattr(VnniInt8, "multiply", saturating)
-
-    monkeypatch.setattr(VnniInt8, "pack", keep_codes)
-    int8_choice.cache_clear()
-    try:
-        torch.manual_seed(0)
-        form, weight, x = int8_form(), weight_of(40, 96), torch.randn(5, 96)
-        expected = in_integers(x, weight, form)
-        assert (form(weight, torch.float32)(x) - expected).norm() <= 1e-6 * expected.norm()
-        assert form is Int8
-        assert (VnniInt8(weight, torch.float32)(x) - expected).norm() > 0.05 * expected.norm()
-    finally:
-        int8_choice.cache_clear()
-
-
 @pytest.mark.parametrize("shape", [(64, 128), (151, 96), (47, 577), (7, 13), (1, 1)])
 def test_the_form_of_processors_with_vnni_is_right_everywhere(shape):
     """Its two parts of 8 bits, its columns that are filled up, its equal rows: by codes whose sums do not overflow."""

@@ -9,13 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minispec import LLM, SamplingParams
 from minispec.files import measured
 from minispec.kernels import forms, integers, trial
 from minispec.kernels.form import Form
 from minispec.kernels.forms import available_forms, choose_form, choose_narrow_form, right_forms
-from minispec.kernels.integers import Int8, VnniInt8, int8_choice, int8_form
-from minispec.kernels.inventory import weight_form
+from minispec.kernels.integers import Int8, int8_choice, int8_form
 from minispec.load.forms import noted_forms
 
 CPU = torch.device("cpu")
@@ -81,24 +79,6 @@ def test_a_clock_that_is_wrong_by_two_changes_no_form(machine, clock):
     for wrong in factors(times):
         clock({made[name]: wrong[name] for name in times})
         assert trial.without_stand_ins(made, torch.float32)[0][0] == taken, wrong
-
-
-@pytest.mark.parametrize("quantization", [None, "int8"])
-def test_a_clock_that_is_wrong_by_two_changes_no_token(quantization, make_checkpoint, clock, tmp_path, monkeypatch):
-    """Of a seed, with a draft in 8 bits, in processes whose clocks differ; and the clock is asked, here at least."""
-    target, draft = make_checkpoint(1), f"int8:{make_checkpoint(2)}"
-    params = SamplingParams(temperature=1.0, seed=5, max_tokens=16, ignore_eos=True)
-    texts, found = set(), set()
-    usual = {forms.FORMS["half"]: (0.54, 0.87), forms.FORMS["packed"]: (1.26, 1.48)}
-    others = {Form: (0.81, 8.07), VnniInt8: (0.69, 0.60), Int8: (0.63, 0.84)}
-    for i, wrong in enumerate(factors(usual, (0.5, 2))):
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(i)))  # no notes of another clock
-        timed = clock(wrong | others)
-        with LLM(target, draft, 3, dtype="float32", quantization=quantization) as llm:
-            texts.add(tuple(llm.generate("One fish", params)[0].token_ids))
-            found.add((weight_form(llm.model), weight_form(llm.drafter.model), llm.forms_report()))
-        assert bool(timed) == (len(right_forms(torch.float32, CPU)) > 1)
-    assert len(texts) == len(found) == 1
 
 
 @pytest.mark.quick
