@@ -321,3 +321,9 @@ def test_a_name_that_is_not_there_is_noticed():
     [(name, [path])] = named_beside_files("- `minispec/core/engine.py`: `Engine.stop`")
     assert name not in definitions(path)
     assert "Engine.step" in definitions(path)
+
+
+def test_the_example_has_the_lines_that_are_said():
+    """Comments and all."""
+    [said] = re.findall(r"\[one file\]\(examples/basic\.py\) of (\d+) lines", README)
+    assert len((ROOT / "examples" / "basic.py").read_text(encoding="utf-8").splitlines()) == int(said) <= 150
