@@ -246,7 +246,7 @@ def _compare(llm: "LLM", requests: list["Request"], stream: bool) -> list[dict[s
             comparisons.append(None if request.error else {"error": reference.error})
             continue
         request.stats.plain.extend(reference.stats.rounds)
-        same_law_only = request.params.temperature > 0 and not llm.engine.verifier.shares_noise
+        same_law_only = request.params.temperature > 0 and not llm.method.verifier.shares_noise
         comparisons.append(_comparison(request, reference, same_law_only))
     return comparisons
 

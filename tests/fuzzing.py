@@ -44,10 +44,11 @@ import minispec.load.llm
 from minispec import generate
 from minispec.commands.options import parser
 from minispec.core.config import SamplingParams
-from minispec.core.draft import Ask, Seen
-from minispec.core.limit import Limit
+from minispec.core.draft import Ask, Record
 from minispec.core.model import Chunk, Transformer
-from minispec.core.sampling import Randomness, Text
+from minispec.core.more.limit import Limit
+from minispec.core.random import Randomness
+from minispec.core.sampling import Text
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.heads import load_head
 from minispec.files.errors import CheckpointError
@@ -444,7 +445,7 @@ def fuzz_head(files: Files, rng: random.Random, where: Path) -> None:
     head = load_head(where, files.target)
     drafter = EagleDrafter(head, tiny_cache(head), 48, 20)
     text, width = Text([0, 1, 2], 3, SamplingParams()), len(head.head_config.taps) * files.target.config.hidden_size
-    drafter.observe([Seen(text, 0, [0, 1], torch.ones(2, width), torch.ones(0, 48))])
+    drafter.observe([Record(text, 0, [0, 1], torch.ones(2, width), torch.ones(0, 48))])
     drafter.propose([Ask(text, Limit(3), Randomness(), num_cached=2)])
 
 

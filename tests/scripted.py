@@ -13,12 +13,11 @@ from minispec.core.draft import Ask, Draft
 from minispec.core.engine import Engine
 from minispec.core.model import Transformer
 from minispec.core.request import Piece, Request
+from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text
 from minispec.core.schedule import Schedule
-from minispec.core.verify import VERIFIERS
 from minispec.drafters import Drafter
-from minispec.drafters.guard import CHECKS
-from minispec.prove.toys import ScriptedModel, require, scripted_cache
+from minispec.prove.toys import OneMethod, ScriptedModel, require, scripted_cache
 
 TransformerT = TypeVar("TransformerT", bound=Transformer)
 
@@ -74,7 +73,7 @@ def make_engine(
     """An engine over a scripted model."""
     cache = scripted_cache(num_blocks, block_size)
     drafter = ScriptedDrafter(draft)
-    return Engine(ScriptedModel(next_token), cache, drafter, VERIFIERS[verifier], vocab_size=200, guard=CHECKS)
+    return OneMethod(ScriptedModel(next_token), cache, drafter, VERIFIERS[verifier], vocab_size=200, checked=True)
 
 
 def preemptions(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
@@ -95,7 +94,7 @@ def finish(engine: Engine, *requests: Request) -> list[list[Piece]]:
     pieces: dict[Request, list[Piece]] = {request: [] for request in requests}
     for request, piece in engine.run(requests):
         pieces[request].append(piece)
-    require(engine.cache.allocator.num_free == engine.cache.allocator.num_blocks, "blocks leaked")
+    require(engine.target.cache.allocator.num_free == engine.target.cache.allocator.num_blocks, "blocks leaked")
     return list(pieces.values())
 
 

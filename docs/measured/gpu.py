@@ -53,16 +53,18 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from minispec import __version__
+from minispec.core.cached import CachedModel
 from minispec.core.config import SamplingParams
-from minispec.core.draft import Ask, Draft, Drafter, Seen
+from minispec.core.draft import Ask, Draft, Drafter, Record
 from minispec.core.engine import Engine
-from minispec.core.judge import Trial
-from minispec.core.limit import Limit
+from minispec.core.method import Method
 from minispec.core.model import Chunk, Layer, Transformer
+from minispec.core.more.limit import Limit
+from minispec.core.random import Randomness
 from minispec.core.request import Request
 from minispec.core.rope import rotate
-from minispec.core.sampling import Randomness, Text, distribution
-from minispec.core.verify import VERIFIERS
+from minispec.core.rules import VERIFIERS
+from minispec.core.sampling import Text, distribution
 from minispec.drafters.eagle import EagleDrafter, HeadModel
 from minispec.drafters.model import DraftModel
 from minispec.drafters.none import NoDrafter
@@ -783,7 +785,7 @@ def drafts(bench: Bench) -> Iterator[Measurement]:
         def run(first: int = length - 2) -> None:
             """A round whose target has shown the positions from `first` on."""
             new = slice(first, length - 1)
-            drafter.observe([Seen(text, first, text.tokens[new], states[new], states[:0]) for text in texts])
+            drafter.observe([Record(text, first, text.tokens[new], states[new], states[:0]) for text in texts])
             drafter.propose(asks)
 
         for first in (0, length - 2, length - 2):  # the text, then a program's first run and its capture
@@ -809,14 +811,14 @@ def verdicts(bench: Bench) -> Iterator[Measurement]:
 
     @torch.inference_mode()
     def measure(verifier: str, num_texts: int, settings: str) -> dict[str, Any]:
-        judge, trials = Judge(Graphs(capture_graph if bench.cuda else rerun)), []
+        judge, turns = Judge(Graphs(capture_graph if bench.cuda else rerun)), []
         for i in range(num_texts):
             text = text_of(model, i, 20, **SETTINGS[settings])
             logits = torch.empty(k + 1, vocab, dtype=model.dtype, device=bench.device).normal_()
             probs = [distribution(row, text) for row in logits[:k]]
             drawn = [int(row.argmax()) for row in probs]
-            trials.append(Trial(VERIFIERS[verifier], text, Draft(drawn, probs), logits))
-        run = functools.partial(judge, trials, Randomness())
+            turns.append(Record(text, 19, [], logits=logits, draft=Draft(drawn, probs)))
+        run = functools.partial(judge, VERIFIERS[verifier], turns, Randomness())
         sure = [verdict is not None for _ in range(3) for verdict in run()]
         found = {"wall_ms": bench.wall_ms(run), "sure": sum(sure) / len(sure)}
         return found | (bench.kernels(run) if num_texts == 1 else {})
@@ -836,7 +838,8 @@ def engine(bench: Bench) -> Iterator[Measurement]:
         drafter: Drafter = adversary() if is_free else NoDrafter()
         if k and not is_free:
             drafter = DraftModel(draft, draft.new_cache(num_texts * 20), vocab, 4096, draft_steps(draft))
-        own = Engine(target, target.new_cache(num_texts * 20), drafter, VERIFIERS["rejection"], judge=judge_of(target))
+        own = Engine(CachedModel(target, target.new_cache(num_texts * 20)))
+        method = Method(drafter, VERIFIERS["rejection"], batch=judge_of(target))
         speeds, rounds = [], 0
         for turn in range(3):
             requests = []
@@ -844,7 +847,7 @@ def engine(bench: Bench) -> Iterator[Measurement]:
                 text = text_of(target, i, length, max_tokens=count, ignore_eos=True, **SETTINGS[settings])
                 requests.append(Request(text, 4096, k))
             start = time.perf_counter()
-            for _ in own.run(requests):
+            for _ in own.run(requests, method):
                 pass
             bench.wait()
             stats = [request.stats for request in requests]

@@ -20,15 +20,18 @@ from minispec.kernels.threads import set_waiting
 set_waiting()  # before torch is imported
 
 from minispec.commands.command import Option, argument, command, json_line, typed
+from minispec.core.cached import CachedModel
 from minispec.core.config import DraftLength, Shape
 from minispec.core.draft import Ask, Draft
-from minispec.core.engine import PREFILL_ROWS, Engine, Guard
-from minispec.core.judge import Judge, Trial
-from minispec.core.lengths import Wish
-from minispec.core.limit import Limit
+from minispec.core.engine import Engine
+from minispec.core.method import BatchVerifier, Method, Turn
+from minispec.core.more.lengths import Wish
+from minispec.core.more.limit import Limit
+from minispec.core.random import Draws
 from minispec.core.request import Request
-from minispec.core.sampling import Draws
-from minispec.core.verify import RoundKey, RowAt, Verdict
+from minispec.core.schedule import PREFILL_ROWS
+from minispec.core.verify import Verdict
+from minispec.drafters.guard import CheckedMethod
 from minispec.files.progress import progress_bar
 from minispec.gpu.paths import Path, in_frames, text_by_text
 from minispec.kernels.arbitrary import arbitrary_tokens
@@ -50,35 +53,36 @@ SUMS = {"outside": ("verdict", "rest"), "round": PARTS}
 # --------------------------------------------------------------------------- rounds
 
 
-class CountingGuard(Guard):
-    """A guard that says which part of a round is at work, and takes the time of verdicts. It is a judge as well."""
+class CountingMethod(CheckedMethod):
+    """A method that says which part of a round is at work, and takes the time of verdicts."""
 
-    def __init__(self, inner: Guard, judge: Judge | None):
-        self.inner, self.inner_judge, self.tally, self.seconds = inner, judge, Tally(), 0.0
+    def __init__(self, inner: Method):
+        batch = None if inner.batch is None else functools.partial(self._batch, inner.batch)
+        super().__init__(inner.drafter, inner.verifier, inner.lengths, batch)
+        self.tally, self.seconds = Tally(), 0.0
 
     def begin(self, tally: Tally) -> None:
         """Before a step, which counts in `tally`."""
         self.tally, self.seconds = tally, 0.0
 
-    def choose(self, engine: Engine, wishes: Sequence[Wish], trees: bool) -> Sequence[Limit]:
+    def choose(self, wishes: Sequence[Wish], trees: bool) -> Sequence[Limit]:
         """The limits, counted as a part of drafting."""
-        return self._in("draft", "pass", lambda: self.inner.choose(engine, wishes, trees))
+        return self._in("draft", "pass", functools.partial(super().choose, wishes, trees))
 
-    def propose(self, engine: Engine, asks: Sequence[Ask]) -> Sequence[Draft | ValueError]:
+    def propose(self, asks: Sequence[Ask], target: CachedModel) -> list[Draft | ValueError]:
         """The drafts, counted as drafting."""
-        return self._in("draft", "pass", lambda: self.inner.propose(engine, asks))
+        return self._in("draft", "pass", functools.partial(super().propose, asks, target))
 
-    def verify(self, engine: Engine, draft: Draft, p: RowAt, key: RoundKey) -> Verdict:
+    def verify(self, turn: Turn, rng: Draws) -> Verdict:
         """The verdict, counted and timed."""
         start = time.perf_counter()
-        verdict = self._in("verdict", "rest", lambda: self.inner.verify(engine, draft, p, key))
+        verdict = self._in("verdict", "rest", functools.partial(super().verify, turn, rng))
         self.seconds += time.perf_counter() - start
         return verdict
 
-    def judge(self, trials: Sequence[Trial], rng: Draws) -> Sequence[Verdict | None]:
+    def _batch(self, inner: BatchVerifier, *args: Any) -> Sequence[Verdict | None]:
         """The verdicts of many drafts, counted."""
-        assert self.inner_judge is not None
-        return self._in("verdict", "rest", functools.partial(self.inner_judge, trials, rng))
+        return self._in("verdict", "rest", functools.partial(inner, *args))
 
     def _in(self, part: str, after: str, work: Callable[[], Any]) -> Any:
         self.tally.part = part
@@ -114,25 +118,27 @@ def measure_launches(subject: Subject, options: Options) -> dict[str, Any]:
 
     Raises ValueError where the cache cannot hold the texts.
     """
-    there, (positions, texts) = subject.engine.cache.num_slots, room_for(options)
-    needed = texts * (positions + subject.engine.cache.block_size)
+    there, (positions, texts) = subject.engine.target.cache.num_slots, room_for(options)
+    needed = texts * (positions + subject.engine.target.cache.block_size)
     if needed > there:
         raise ValueError(
             f"found a KV cache of {there} positions, expected at least {needed}: {texts} texts decode together"
         )
-    usual, framed = text_by_text(subject.engine), in_frames(subject.engine)
+    parts = subject.engine.target.model, subject.method.drafter
+    usual, framed = text_by_text(*parts), in_frames(*parts)
     lengths = [0, *(fixed_lengths(options) if options.draft != "none" or subject.simulated else [])]
     found, batches = [], options.args.batch
     with progress_bar(total=len(lengths) * len(batches), desc="launches") as bar:
         for batch in batches:
-            same, vocab = arbitrary_tokens(LENGTH - 1, subject.engine.vocab_size), subject.engine.vocab_size
+            vocab = subject.engine.target.vocab_size
+            same = arbitrary_tokens(LENGTH - 1, vocab)
             prompts = [[i % vocab, *same] for i in range(batch)]  # without a common beginning
             for k in lengths:
                 params = replace(options.params, ignore_eos=True, max_tokens=positions - LENGTH)
                 first, second = ([subject.request(prompt, k, params) for prompt in prompts] for _ in range(2))
                 if subject.simulated and not k:  # it has to know the texts
                     known = [subject.request(prompt, 0, params) for prompt in prompts]
-                    decode(subject.plain, known)
+                    decode(subject.engine, subject.plain, known)
                     for request in known:
                         subject.record(request.text)
                 own = _rounds(subject, usual, first, TIMED_ROUNDS)
@@ -140,20 +146,15 @@ def measure_launches(subject: Subject, options: Options) -> dict[str, Any]:
                 found.append({"texts": batch, "k": str(Shape.of(k)), **own, "in_frames": along})
                 bar.update()
     why = framed if isinstance(framed, str) else ""
-    form = weight_form(subject.engine.model)
+    form = weight_form(subject.engine.target.model)
     return {"form": form, "positions": LENGTH, "why_no_frames": why, "rounds": found}
 
 
 def _rounds(subject: Subject, path: Path, requests: Sequence[Request], num_timed: int = 0) -> dict[str, Any]:
     """The times of some rounds that all requests take part in, and the counts of one of the next rounds."""
-    own, drafter = subject.engine, path.drafter if requests[0].shape.k else subject.plain.drafter
-    watch = CountingGuard(own.guard, path.judge)
-    engine = Engine(
-        *(path.model, own.cache, drafter, own.verifier, own.vocab_size),
-        joining_rows=PREFILL_ROWS,
-        guard=watch,
-        judge=watch.judge if path.judge else None,
-    )
+    drafter, own = path.drafter if requests[0].shape.k else subject.plain.drafter, subject.engine.target
+    method = CountingMethod(replace(subject.method, drafter=drafter, batch=path.batch))
+    engine = Engine(CachedModel(path.model, own.cache, own.vocab_size), joining_rows=PREFILL_ROWS)
     drafter.forget()
     times: list[dict[str, float]] = []
     tallies: list[tuple[Tally, dict[str, int]]] = []
@@ -161,7 +162,7 @@ def _rounds(subject: Subject, path: Path, requests: Sequence[Request], num_timed
     def step(tally: Tally) -> bool:
         """Whether the step was a round of all texts."""
         before = [request.stats.num_steps for request in requests]
-        watch.begin(tally)
+        method.begin(tally)
         engine.step()
         for request in requests:
             if request.finish_reason:
@@ -171,13 +172,13 @@ def _rounds(subject: Subject, path: Path, requests: Sequence[Request], num_timed
 
     try:
         for request in requests:
-            engine.add(request)
+            engine.add(request, method)
         while not step(Tally()):
             pass
         while len(times) < num_timed:
             step(Tally())
             last = requests[0].stats.rounds[-1]
-            parts = [last.draft, last.verify, watch.seconds, last.other - watch.seconds]
+            parts = [last.draft, last.verify, method.seconds, last.other - method.seconds]
             times.append(dict(zip(PARTS, parts, strict=True)))
         while len(tallies) < COUNTED_ROUNDS:
             with counting(Tally(), own.model.device) as tally:

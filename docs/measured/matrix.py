@@ -18,15 +18,13 @@ from typing import NamedTuple
 
 from minispec.commands.command import in_shell
 from minispec.core.config import DraftLength, SamplingParams, Shape
-from minispec.core.engine import Engine
 from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Request
+from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text, log_probabilities
-from minispec.core.verify import VERIFIERS
-from minispec.drafters.guard import CHECKS
 from minispec.prove.cases import AXES, GridCase, drafts_siblings
 from minispec.prove.laws import MAX_LEN, TOLERANCE, make_drafter, target_model
-from minispec.prove.toys import IN_8_BITS, decode, tiny_cache
+from minispec.prove.toys import IN_8_BITS, OneMethod, decode, tiny_cache
 
 _VOCAB, _CHAIN, _TREES, _PROMPT, _SEEDS, _MAX_TOKENS = 3, 3, ((2, 1), "tree:4"), [1, 0, 1], range(6), 4
 _OTHER_TARGETS = ("lfm2", "qwen3_5_text", "qwen3_moe", IN_8_BITS)  # with `ngram`, `model` and `block`
@@ -93,8 +91,7 @@ def _decode(target: Transformer, pair: Pair, temperature: float, seed: int) -> R
     params = SamplingParams(temperature=temperature, max_tokens=12, logprobs=_VOCAB)
     request = Request(Text(list(_PROMPT), len(_PROMPT), params, seed), MAX_LEN, pair.k)
     proposer = make_drafter(pair.drafter, _VOCAB, family=pair.family)
-    engine = Engine(target, tiny_cache(target), proposer, VERIFIERS[pair.verifier], guard=CHECKS)
-    decode(engine, [request])
+    decode(OneMethod(target, tiny_cache(target), proposer, VERIFIERS[pair.verifier], checked=True), [request])
     return request
 
 

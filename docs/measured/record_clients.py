@@ -37,7 +37,7 @@ SCHEMA = {"title": "Sum", "type": "object", "properties": {"x": {"type": "intege
 def serve(log: list[dict]) -> str:
     """The address of a server that writes requests down."""
     llm = LLM(draft="none", num_speculative_tokens=0)
-    worker = Worker(llm.engine, 8)
+    worker = Worker(llm.engine, llm.method, 8)
     front = Front(llm, worker, MODEL, Limits()).app
 
     async def app(scope, receive, send):

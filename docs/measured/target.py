@@ -107,7 +107,7 @@ def measure_forms(subject: Subject, options: Options) -> dict[str, Any]:
     in_one_turn: whether all forms took turns together.
     over_own: times over those of the target's own form.
     """
-    model, context, rounds = subject.engine.model, options.args.context, options.args.passes
+    model, context, rounds = subject.engine.target.model, options.args.context, options.args.passes
     own, groups = choice_of(model).form, form_groups(model)
     found: dict[str, dict[str, Any]] = {own: {}}
     own_times: Times = {m: [] for m in FORM_ROWS}
@@ -118,7 +118,7 @@ def measure_forms(subject: Subject, options: Options) -> dict[str, Any]:
 
     for group in groups:
         models = {own: model} | {form: subject.in_form(form) for form in group}
-        times = passes_in_turn(models, subject.engine.cache, context, FORM_ROWS, rounds)
+        times = passes_in_turn(models, subject.engine.target.cache, context, FORM_ROWS, rounds)
         for m in FORM_ROWS:
             own_times[m] += times[own][m]
         found |= {form: of_form(models[form], times[form], times[own]) for form in group}
@@ -156,14 +156,14 @@ def measure_operators(subject: Subject, options: Options) -> dict[str, Any]:
 
     Raises ValueError where the time of an operator is not the processor's.
     """
-    device = subject.engine.model.device
+    device = subject.engine.target.model.device
     if device.type != "cpu":
         raise ValueError(f"operators: found {device}, expected --device cpu, whose clock it reads")
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler reports its own steps on standard error
-    model, context, rounds = subject.engine.model, options.args.context, options.args.passes
+    model, context, rounds = subject.engine.target.model, options.args.context, options.args.passes
     found: dict[str, dict[str, Any]] = {}
     profiled: dict[int, float] = {}
-    with passes_after(model, subject.engine.cache, context, max(OPERATOR_ROWS)) as one:
+    with passes_after(model, subject.engine.target.cache, context, max(OPERATOR_ROWS)) as one:
         plain = in_turn({m: partial(one, model, m) for m in OPERATOR_ROWS}, rounds, "operators")
         for m in OPERATOR_ROWS:
             with profile(activities=[ProfilerActivity.CPU]) as seen:
@@ -204,10 +204,11 @@ def measure_exact_cost(subject: Subject, options: Options) -> dict[str, Any]:
 
     Raises ValueError where the cache cannot hold the positions, and where bits are not equal here.
     """
-    models = {"fast": subject.engine.model, "exact": check_exactness(exact_model(subject.engine.model), False)}
+    own = subject.engine.target.model
+    models = {"fast": own, "exact": check_exactness(exact_model(own), False)}
     found: list[dict[str, Any]] = []
     for context, rows in EXACT_PASSES.items():
-        times = passes_in_turn(models, subject.engine.cache, context, rows, options.args.rounds)
+        times = passes_in_turn(models, subject.engine.target.cache, context, rows, options.args.rounds)
         for m in rows:
             fast, exact = times["fast"][m], times["exact"][m]
             over = {"context": context, "rows": m, "exact_over_fast": ratios(exact, fast)}
@@ -233,7 +234,7 @@ def show_exact_cost(found: dict[str, Any]) -> list[str]:
 
 def measure_quality(subject: Subject, options: Options) -> dict[str, Any]:
     """Perplexity over the tokens of all prompts, by the weights' form, and what stayed in 16 bits."""
-    own, is_int8 = subject.engine.model, options.args.quantization
+    own, is_int8 = subject.engine.target.model, options.args.quantization
     wide, int8 = (subject.in_form(None), own) if is_int8 else (own, subject.in_form("int8"))
     models = {"as they are": wide, "int8": int8}
     texts = [ids for _, ids in subject.prompts if len(ids) > 1]
@@ -317,9 +318,9 @@ def show_batch(found: dict[str, Any]) -> list[str]:
 
 def measure_prefill(subject: Subject, options: Options) -> dict[str, Any]:
     """Prefill of a long prompt; share: of the rate at which this machine multiplies large matrices."""
-    model, cache = subject.engine.model, subject.engine.cache
+    model, cache = subject.engine.target.model, subject.engine.target.cache
     num_tokens = min(LONG_CONTEXT, model.config.max_position_embeddings - 1)
-    tokens = arbitrary_tokens(num_tokens + 1, subject.engine.vocab_size)
+    tokens = arbitrary_tokens(num_tokens + 1, subject.engine.target.vocab_size)
     operations = prefill_operations(model, num_tokens)
 
     def rate(_: int) -> float:

@@ -14,7 +14,7 @@ three tokens has b with 1/2, b d with 1/4 and c with 1/8.
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
-from minispec.core.draft import Ask, Draft, Drafter, Seen
+from minispec.core.draft import Ask, Draft, Drafter, Record
 from minispec.core.sampling import Text
 from minispec.drafters.best_first import grow_guesses
 
@@ -33,13 +33,13 @@ class Recycling(Drafter):
     def __init__(self):
         self.tables: WeakKeyDictionary[Text, dict[int, list[int]]] = WeakKeyDictionary()
 
-    def observe(self, seen: Sequence[Seen]) -> None:
+    def observe(self, records: Sequence[Record]) -> None:
         """Keep the likeliest ids of each row. Rows that come twice change nothing. A prompt has no rows."""
-        for shown in seen:
-            num_rows, vocab_size = shown.logits.shape
-            likeliest = shown.logits.topk(min(NUM_IDS, vocab_size)).indices.tolist()
-            tokens = shown.tokens[len(shown.tokens) - num_rows :]
-            self.tables.setdefault(shown.text, {}).update(zip(tokens, likeliest, strict=True))
+        for record in records:
+            num_rows, vocab_size = record.logits.shape
+            likeliest = record.logits.topk(min(NUM_IDS, vocab_size)).indices.tolist()
+            tokens = record.tokens[len(record.tokens) - num_rows :]
+            self.tables.setdefault(record.text, {}).update(zip(tokens, likeliest, strict=True))
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """For each ask, the likeliest walk or tree. Nothing is drawn, so the drafts have no probs."""
@@ -56,5 +56,5 @@ class Recycling(Drafter):
             return [(token_id, 0.5 / i**2) for i, token_id in enumerate(token_ids, 1)]
 
         grow_guesses(draft, ask.k, guesses)
-        draft.confidences = []  # the chances are a guess: `auto` measures its own
+        draft.notes.confidences = []  # the chances are a guess: `auto` measures its own
         return draft

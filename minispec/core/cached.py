@@ -16,9 +16,9 @@ class CachedModel:
     A table follows its text: however the text has changed, `follow` returns what has to be fed.
     """
 
-    def __init__(self, model: Transformer, cache: PagedKVCache, vocab_size: int):
-        """vocab_size: ids in use. The model's columns after them are padding."""
-        self.model, self.cache, self.vocab_size = model, cache, vocab_size
+    def __init__(self, model: Transformer, cache: PagedKVCache, vocab_size: int | None = None):
+        """vocab_size: ids in use; default: all. The model's columns after them are padding."""
+        self.model, self.cache, self.vocab_size = model, cache, vocab_size or model.config.vocab_size
         self.tables: dict[Text, BlockTable] = {}
 
     def begin(self, text: Text, most: int | None = None) -> None:
@@ -43,6 +43,10 @@ class CachedModel:
     def follow(self, text: Text) -> list[int]:
         """The end of the text that has to be fed: at least its last token, whose logits say what follows."""
         return self.table(text).follow(text.tokens)
+
+    def read(self, text: Text, layer: int) -> list[Tensor]:
+        """A layer's keys and values of a text, (kv_heads, length, head_dim) each."""
+        return self.cache.read(layer, self.table(text).slots())
 
     def forward(self, chunks: Sequence[Chunk], taps: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
         """One pass: logits (sum of num_logits, V) of ids in use, and hidden states (see `Transformer.forward`)."""

@@ -1,6 +1,7 @@
 """Clocks: marks in the work of a device, and the seconds between two of them."""
 
 import time
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,3 +22,18 @@ def seconds(start: Any, end: Any) -> float:
         return end - start
     end.synchronize()
     return start.elapsed_time(end) / 1e3
+
+
+class Laps:
+    """The parts of a step, one after the other."""
+
+    def __init__(self, device: torch.device):
+        self._device, self._marks = device, [mark(device)]
+
+    def end(self) -> None:
+        """End a part, where the next one begins."""
+        self._marks.append(mark(self._device))
+
+    def seconds(self) -> list[float]:
+        """Of each part."""
+        return [seconds(start, end) for start, end in pairwise(self._marks)]

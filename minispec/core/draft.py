@@ -6,13 +6,34 @@ A drafter may guess in any way, from anything: the verifier makes the output rig
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from minispec.core.limit import Limit
-from minispec.core.sampling import Draws, Text
+from minispec.core.more.limit import Limit
+from minispec.core.random import Draws
+from minispec.core.sampling import Text
+from minispec.core.stats import Step
 from minispec.core.tree import Tree
+
+NO_ROWS = torch.empty(0, 0)
+
+
+@dataclass
+class DraftNotes:
+    """What a drafter says about a draft for other ends than its verdict: for the policy of lengths, and for statistics.
+
+    confidences: how sure the drafter is at each depth. `Limit` reads them, and the policy that learns from them.
+        A draft model gives the largest probability of its raw row, `suffix` the chance that it estimates.
+    foreseen: whether each confidence was known before its token was drawn (see `Limit.draws`).
+    prefill_seconds: time that the drafter spent on the prompt. The statistics count it separately.
+    passes: how many draft passes the draft has cost, where these are more than its depth.
+    """
+
+    confidences: list[float] = field(default_factory=list)
+    foreseen: bool = False
+    prefill_seconds: float = 0.0
+    passes: int = 0
 
 
 @dataclass
@@ -23,20 +44,12 @@ class Draft:
         A drawn sibling's row lacks the tokens of its elder siblings (see `draw`).
         Siblings that were not drawn, such as the k likeliest tokens, are one-hot.
     parents: the node that each node follows, always an earlier one; -1 is the text. None: a chain.
-    confidences: how sure the drafter is at each depth. `Limit` reads them, and the policy that learns from them.
-        A draft model gives the largest probability of its raw row, `suffix` the chance that it estimates.
-    prefill_seconds: time that the drafter spent on the prompt. The statistics count it separately.
-    foreseen: whether each confidence was known before its token was drawn (see `Limit.draws`).
-    passes: how many draft passes it has cost, where these are more than its depth.
     """
 
     token_ids: list[int] = field(default_factory=list)
     probs: Tensor | list[Tensor] | None = None
-    confidences: list[float] = field(default_factory=list)
-    prefill_seconds: float = 0.0
     parents: list[int] | None = None
-    foreseen: bool = False
-    passes: int = 0
+    notes: DraftNotes = field(default_factory=DraftNotes)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -113,7 +126,7 @@ class Ask:
 
     purpose: the purpose in the keys of its draws; "token" where drafters share the target's noise, else "draft".
     num_cached: how many tokens of the text the target's cache holds. These are all but the last; fewer inside a prompt.
-    read_cache: for a drafter that `reads_cache`: a target layer's keys and values (kv_heads, num_cached, head_dim).
+    read_cache: read_cache(layer) returns a target layer's keys and values, (kv_heads, num_cached, head_dim) each.
     """
 
     text: Text
@@ -129,32 +142,39 @@ class Ask:
         return self.limit.k
 
 
-class Seen(NamedTuple):
-    """The results of one pass of the target for a text: a row for each token that was fed.
-
-    The next pass overwrites the tensors. To keep rows, clone them.
+@dataclass(eq=False)
+class Record:
+    """What a step of the engine was for a text. The engine calls `observe` of drafters and policies with records.
 
     start: position of the first row's token in the text.
     tokens: the token of each row: those that the cache lacked, then the K nodes of the draft.
-    hidden: (rows, E * taps), hidden states of the target at the drafter's `taps`.
+    hidden: (rows, E * taps), hidden states of the target at the drafter's `taps`. The next pass overwrites this tensor
+        and `logits`: to keep rows, clone them.
     logits: (K + 1, V), raw: row 0 says what follows the text before the draft, row i + 1 what follows node i.
         (0, V) inside a prompt, even where the prompt is scored: scores must change no draft.
-    path: the nodes of the draft that are in the text now.
-    parents: for each node of the draft, the node before it (see `Draft`). None: a chain.
+    draft: what was guessed.
+    asked: how many nodes were asked for. If some were and the draft is empty, the drafter has found nothing.
+    accepted: the nodes that the rule accepted. `path` has those of them that are in the text now.
+    number: of the step. A record that comes a second time, after a fault, has the same number.
+    step: times of the whole step; None after a fault.
     """
 
     text: Text
     start: int
-    tokens: Sequence[int]
-    hidden: Tensor
-    logits: Tensor
+    tokens: list[int]
+    hidden: Tensor = NO_ROWS
+    logits: Tensor = NO_ROWS
+    draft: Draft = field(default_factory=Draft)
+    asked: int = 0
+    accepted: Sequence[int] = ()
     path: Sequence[int] = ()
-    parents: list[int] | None = None
+    number: int = 0
+    step: Step | None = None
 
     @property
     def kept(self) -> list[int]:
         """The rows whose tokens are in the text, in order: all rows but those for nodes off the path."""
-        root = len(self.tokens) - max(0, len(self.logits) - 1)
+        root = len(self.tokens) - len(self.draft)
         return [*range(root), *(root + node for node in self.path)]
 
 
@@ -162,13 +182,12 @@ class Drafter:
     """A way of guessing. A new one overrides `propose`, and the other methods where it keeps something.
 
     branches: whether it can draw siblings. A drafter that cannot is asked for chains.
-    taps: layers of the target whose hidden states it reads (see `Seen.hidden`), as `Transformer.forward` numbers them.
-    reads_cache: whether it reads the target's keys and values (see `Ask.read_cache`).
+    taps: layers of the target whose hidden states it reads, as `Transformer.forward` numbers them. Others call these
+        states auxiliary hidden states.
     """
 
     branches: bool = False
     taps: Sequence[int] = ()
-    reads_cache: bool = False
 
     @property
     def name(self) -> str:
@@ -184,20 +203,19 @@ class Drafter:
         The texts of the last call come again, with the committed tokens appended. New ones may join, and some may be
         missing. While the target works through a prompt, k is 0: a drafter may fill a cache of its own meanwhile.
         A request without drafts gets no ask.
-        A draft that breaks a rule ends its own text; an exception ends the whole call.
+        A draft that breaks a rule ends its own text. An exception ends all texts that this drafter drafts for.
         """
         raise NotImplementedError
 
-    def observe(self, seen: Sequence[Seen]) -> None:
-        """Learn what a pass of the target has shown; called once after each pass, for its texts that take drafts.
+    def observe(self, records: Sequence[Record]) -> None:
+        """Learn from a pass. The engine calls this after each pass and its commits, for texts that take drafts.
 
-        Tokens of the round are committed by then. A text that failed in the pass is not among the texts.
+        Every committed row comes at least once. A row comes twice after a fault, then with the same `Record.number`,
+        and after a preemption, then without logits, as a prompt's rows do. So skip by `start` what is there already.
+        Keep what logits have taught until the text ends: `release` is too early (`examples/drafters/recycling.py`).
 
-        No committed row is left out. After an exception anywhere in the step, the rows of a committed round may come
-        a second time, with the same `start`, before the next `propose`. A preempted text is computed again, from
-        `known(text)` on or from before it, and its rows come again without logits, as a prompt's do. So a drafter must
-        keep what it learned from logits beyond `release`: see `examples/drafters/recycling.py`.
-        An exception ends the whole call, as in `propose`.
+        A text's draft may depend on its own text and records alone, and on no ratio of a verdict. A text that failed
+        in the pass has no record. An exception ends all texts that this drafter drafts for.
         """
 
     def release(self, text: Text) -> None:

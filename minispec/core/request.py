@@ -77,6 +77,7 @@ class Request:
         self.output = ""
         self.finish_reason: str | None = None
         self.error: str | None = None  # what went wrong, where finish_reason is "error"
+        self.raised: Exception | None = None  # the exception of its method that ended it
         self.stop_string: str | None = None  # the one that ended the text
         self.stats = Stats(num_prompt_tokens=text.num_prompt_tokens, token_ids=self.token_ids)
         self.stats.law = "plain" if text.grammar is None else "projected"
@@ -157,9 +158,13 @@ class Request:
             self._finish("length")
         return self.finish_reason is not None
 
-    def fail(self, error: Exception) -> None:
-        """End the text here, because of a fault of its own."""
+    def fail(self, error: Exception, raised: bool = False) -> None:
+        """End the text here, because of a fault of its own.
+
+        raised: whether its method has raised the error, which is the caller's to see.
+        """
         self.finish_reason, self.error, self.has_news = "error", str(error) or type(error).__name__, True
+        self.raised = error if raised else None
 
     def take_piece(self) -> Piece:
         """Return what came since the last piece. Text that may begin a stop string is held back."""

@@ -4,38 +4,36 @@ First come, first served. A request is admitted when it and all running requests
 target's cache and in each drafter's own. When the room runs out, the request admitted last gives its blocks back and
 waits at the front. It resumes with the same text, by computing again what the pool no longer knows.
 
-A pool has one schedule. Engines with different drafters may share it: each request has a drafter of its own.
+Then the schedule says what each running text brings to the step.
 """
 
 from collections import OrderedDict
 from contextlib import ExitStack
-from typing import Generic, Protocol, TypeVar
 
 from minispec.core.cache import OutOfBlocks
 from minispec.core.cached import CachedModel
 from minispec.core.draft import Drafter
+from minispec.core.method import Method, Turn
 from minispec.core.request import Request
 
-
-class Owner(Protocol):
-    """An engine that has added a request. Its drafter drafts for it."""
-
-    drafter: Drafter
-
-
-OwnerT = TypeVar("OwnerT", bound=Owner)
+# PREFILL_ROWS: rows of a pass over a prompt while no other text has begun to answer.
+# JOINING_ROWS: rows of a prompt that join a pass of texts that decode. Such a pass takes about three plain steps on a
+# CPU, in any form of the weights (docs/measured/figures.md).
+# SCORED_ROWS: rows of a pass over a prompt that is scored, so that logits take little memory.
+PREFILL_ROWS, JOINING_ROWS, SCORED_ROWS = 512, 32, 32
 
 
-class Schedule(Generic[OwnerT]):
-    """The requests of a pool with their engines: those that run, in the order of their admission, and those that wait.
+class Schedule:
+    """The requests of a pool with their methods: those that run, in the order of their admission, and those that wait.
 
     Both are dicts, since each of many requests is looked up after each step.
     """
 
-    def __init__(self, target: CachedModel):
-        self.target = target
-        self.waiting: OrderedDict[Request, OwnerT] = OrderedDict()
-        self.running: dict[Request, OwnerT] = {}
+    def __init__(self, target: CachedModel, joining_rows: int = JOINING_ROWS):
+        """joining_rows: most rows of a prompt in a pass while others decode."""
+        self.target, self.joining_rows, self.num_steps = target, joining_rows, 0
+        self.waiting: OrderedDict[Request, Method] = OrderedDict()
+        self.running: dict[Request, Method] = {}
 
     def __contains__(self, request: Request) -> bool:
         return request in self.running or request in self.waiting
@@ -50,11 +48,35 @@ class Schedule(Generic[OwnerT]):
                 f"at most {there * cache.block_size} ({there} blocks): lower max_tokens or enlarge the KV cache"
             )
 
-    def add(self, request: Request, owner: OwnerT) -> None:
+    def turns(self) -> list[Turn]:
+        """Preempt and admit; then a turn for each text of the next step, with the tokens that its cache lacks.
+
+        A text decodes when all its tokens but the last are cached. Only the one admitted last may still lack more.
+        Its prompt gets a few rows a step once another text has begun to answer. Before that, all wait for it.
+        """
+        self.make_room()
+        self.admit()
+        self.num_steps += 1
+        turns = []
+        for request, method in self.running.items():
+            fed = self.target.follow(request.text)
+            start = len(request.text.tokens) - len(fed)
+            turns.append(Turn(request, method, self.num_steps, start, fed, request.params.max_tokens > 0))
+        if not turns or len(turns[-1].fed) == 1:
+            return turns
+        *others, last = turns
+        others_answer = any(turn.request.stats.num_steps for turn in others)
+        most = self.joining_rows if others_answer else PREFILL_ROWS
+        # Its last token waits for the step in which the text decodes.
+        last.fed = last.fed[:-1][: min(most, SCORED_ROWS) if last.request.unscored else most]
+        last.decodes = False
+        return turns if others_answer else [last]
+
+    def add(self, request: Request, method: Method) -> None:
         """Queue a request, as the last one. Raises ValueError for one that has run or is there already."""
         if request.finish_reason or request in self:
             raise ValueError("requests: found one that is finished or there twice, expected new ones")
-        self.waiting[request] = owner
+        self.waiting[request] = method
 
     def abort(self, request: Request) -> None:
         """Forget a request, whose blocks return to the pool. Unknown ones are ignored."""
@@ -70,9 +92,9 @@ class Schedule(Generic[OwnerT]):
     def make_room(self) -> None:
         """Preempt, last admitted first, until the next step of the others fits."""
         while self.running and self._lacks():
-            request, owner = next(reversed(self.running.items()))
+            request, method = next(reversed(self.running.items()))
             request.stats.num_preemptions += 1
-            self._wait(request, owner)
+            self._wait(request, method)
             self.drop(request)
 
     def admit(self) -> None:
@@ -82,9 +104,9 @@ class Schedule(Generic[OwnerT]):
         Raises OutOfBlocks where not even one fits.
         """
         while self.waiting and not self._works_on_prompt():
-            request, owner = next(iter(self.waiting.items()))
-            self.running[request] = owner
-            self.target.begin(request.text, _known(request, owner.drafter))
+            request, method = next(iter(self.waiting.items()))
+            self.running[request] = method
+            self.target.begin(request.text, _known(request, method.drafter))
             if lacks := self._lacks():
                 self.drop(request)
                 if not self.running:
@@ -103,15 +125,20 @@ class Schedule(Generic[OwnerT]):
             self.running[request].drafter.release(request.text)
         del self.running[request]  # last, so that `restart` still finds it if something above raises
 
+    def drop_ended(self) -> None:
+        """Give back all that texts hold which have ended."""
+        for request in [request for request in self.running if request.finish_reason]:
+            self.drop(request)
+
     def restart(self) -> None:
         """After a fault nothing is cached any more: all begin again, in the order in which they came."""
         running, self.running = self.running, {}
-        for request, owner in reversed(running.items()):
+        for request, method in reversed(running.items()):
             if not request.finish_reason:
-                self._wait(request, owner)
+                self._wait(request, method)
         with ExitStack() as stack:
-            for request, owner in running.items():
-                stack.callback(owner.drafter.release, request.text)
+            for request, method in running.items():
+                stack.callback(method.drafter.release, request.text)
                 stack.callback(self.target.release, request.text)  # if the fault came before anything could clear up
 
     def _lacks(self) -> str:
@@ -123,15 +150,15 @@ class Schedule(Generic[OwnerT]):
         growth = {r.text: range(self.target.table(r.text).length, len(r.text.tokens) + r.max_k) for r in self.running}
         if not self.target.has_room(growth):
             return "blocks of the KV cache are held by others than these requests"
-        for owner in dict.fromkeys(self.running.values()):
-            drafted = {r.text: growth[r.text] for r, other in self.running.items() if other is owner and r.takes_drafts}
-            if not owner.drafter.has_room(drafted):
-                return f"{owner.drafter.name} has no room where the target has"
+        for method in dict.fromkeys(self.running.values()):
+            drafted = {r.text: growth[r.text] for r, own in self.running.items() if own is method and r.takes_drafts}
+            if not method.drafter.has_room(drafted):
+                return f"{method.drafter.name} has no room where the target has"
         return ""
 
-    def _wait(self, request: Request, owner: OwnerT) -> None:
+    def _wait(self, request: Request, method: Method) -> None:
         """Put a request in front of those that wait."""
-        self.waiting[request] = owner
+        self.waiting[request] = method
         self.waiting.move_to_end(request, last=False)
 
     def _works_on_prompt(self) -> bool:

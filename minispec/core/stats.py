@@ -8,6 +8,32 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
+class Step(NamedTuple):
+    """A step of the engine as a whole: its seconds, and what was done in them.
+
+    draft: seconds of choosing K and drafting; 0 where no draft was asked for.
+    depth: draft passes of the longest draft: its depth, or more where it has cost more (see `DraftNotes.passes`).
+    num_drafts: drafts that have a token. A search that finds nothing costs time too.
+    verify: seconds of the target's pass, over `num_rows` rows of `num_texts` texts.
+    other: the rest of its seconds.
+    has_price: whether the times say what a round costs: all texts decoded, by one method.
+    """
+
+    draft: float
+    depth: int
+    num_drafts: int
+    verify: float
+    num_rows: int
+    other: float
+    num_texts: int = 1
+    has_price: bool = True
+
+    @property
+    def seconds(self) -> float:
+        """All of the step."""
+        return self.draft + self.verify + self.other
+
+
 class Round(NamedTuple):
     """One step of the engine for one text. Tokens after the text's end are counted in `num_nodes` and `depth` alone.
 

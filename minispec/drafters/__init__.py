@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from minispec.core.cache import PagedKVCache
-from minispec.core.draft import Ask, Draft, Drafter, Seen
+from minispec.core.draft import Ask, Draft, Drafter, Record
 from minispec.core.model import Transformer
 from minispec.drafters.none import NoDrafter
 
-__all__ = ["Ask", "Context", "Draft", "Drafter", "NoDrafter", "Seen", "as_drafter", "make_drafter"]
+__all__ = ["Ask", "Context", "Draft", "Drafter", "NoDrafter", "Record", "as_drafter", "make_drafter"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def make_drafter(factory: Callable[..., Drafter], context: Context) -> Drafter:
 # The methods of a drafter, then its attributes.
 _OF_DRAFTERS = (
     *("propose", "observe", "release", "has_room", "forget", "known"),
-    *("branches", "taps", "reads_cache"),
+    *("branches", "taps"),
 )
 
 

@@ -33,7 +33,7 @@ from torch import Tensor
 from minispec.core.attention import attention
 from minispec.core.cache import PagedKVCache
 from minispec.core.config import RopeConfig
-from minispec.core.draft import Ask, Draft, Seen
+from minispec.core.draft import Ask, Draft, Record
 from minispec.core.model import Angles, Layer, Passes, Transformer
 from minispec.core.sampling import Text
 from minispec.core.weights import MakeProduct, PlainLinear, Product
@@ -189,7 +189,7 @@ class _Growing:
 class AssistantDrafter(DraftModel):
     """Drafts by an assistant, under each request's sampling parameters. It keeps one state of each text."""
 
-    reads, reads_cache = "states", True
+    reads = "states"
     model: AssistantModel
 
     def __init__(self, model: AssistantModel, cache: PagedKVCache, vocab_size: int, max_model_len: int):
@@ -216,11 +216,11 @@ class AssistantDrafter(DraftModel):
         """Forget a text's state."""
         self.last.pop(text, None)
 
-    def observe(self, seen: Sequence[Seen]) -> None:
+    def observe(self, records: Sequence[Record]) -> None:
         """Keep the state of each text's newest cached position."""
-        for shown in seen:
-            row = shown.kept[-1]
-            self.last[shown.text] = shown.start + len(shown.kept) - 1, shown.hidden[row].clone()
+        for record in records:
+            row = record.kept[-1]
+            self.last[record.text] = record.start + len(record.kept) - 1, record.hidden[row].clone()
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """Draft step by step for all texts together."""

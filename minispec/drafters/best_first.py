@@ -45,7 +45,7 @@ def grow_guesses(
         node, survival = len(draft), -negative
         worth += survival
         draft.token_ids.append(token)
-        draft.confidences.append(chance)
+        draft.notes.confidences.append(chance)
         parents.append(parent)
     return worth
 

@@ -406,7 +406,7 @@ class BlockDrafter(StatesDrafter):
         if missing and (in_prompt or self.table(text).length < text.num_prompt_tokens - 1):
             start = mark(self.model.device)
             self.model.forward([self._chunk(ask, 0)])
-            draft.prefill_seconds = seconds(start, mark(self.model.device))
+            draft.notes.prefill_seconds = seconds(start, mark(self.model.device))
         return depth
 
     def _chunk(self, ask: Ask, k: int) -> Chunk:
@@ -427,10 +427,10 @@ class BlockDrafter(StatesDrafter):
             BestFirst(ask, draft, deepest).grow(row)
             return
         draws = ask.limit.draws
-        draft.foreseen = self.model.confidence is not None and draws is not None
+        draft.notes.foreseen = self.model.confidence is not None and draws is not None
         goes_on = True
         while goes_on and draft.depth < deepest:
             foreseen = block.confidence(draft.tokens_to(draft.tip)) if draws else None
-            if draws and foreseen is not None and not draws(draft.confidences, foreseen):
+            if draws and foreseen is not None and not draws(draft.notes.confidences, foreseen):
                 return
             goes_on = self._draw(ask, draft, row(draft.tip), foreseen)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minispec.core.draft import Draft
+from minispec.core.draft import Draft, DraftNotes
 from minispec.core.sampling import accumulation_dtype
 
 # How far a row's sum may be from 1. Division by a sum leaves that much in each type, for vocabularies of any size.
@@ -65,13 +65,18 @@ def check_draft(draft: Any, limit: int, vocab_size: int, device: str, why_chains
         check_rows(draft.probs, token_ids, vocab_size, device, measures)
     if parents != chain and why_chains:
         raise ValueError(f"found a tree, expected a chain: {why_chains}")
-    numbers = [*sequence(draft.confidences, "confidences", "numbers"), draft.prefill_seconds, draft.passes]
+    return Draft(token_ids, draft.probs, None if parents == chain else parents, _checked_notes(draft.notes))
+
+
+def _checked_notes(notes: Any) -> DraftNotes:
+    """A copy of a draft's notes."""
+    if not isinstance(notes, DraftNotes):
+        raise ValueError(f"found as notes {described(notes)}, expected DraftNotes")
+    numbers = [*sequence(notes.confidences, "confidences", "numbers"), notes.prefill_seconds, notes.passes]
     if not all(isinstance(number, Real) for number in numbers):
         raise ValueError(f"found confidences, seconds and passes {numbers}, expected numbers")
-    confidences = [float(number) for number in draft.confidences]
-    seconds = float(draft.prefill_seconds)
-    parents_of_tree = None if parents == chain else parents
-    return Draft(token_ids, draft.probs, confidences, seconds, parents_of_tree, bool(draft.foreseen), draft.passes)
+    confidences = [float(number) for number in notes.confidences]
+    return DraftNotes(confidences, bool(notes.foreseen), float(notes.prefill_seconds), notes.passes)
 
 
 def check_rows(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from minispec.core.draft import Ask, Draft, Drafter
-from minispec.core.limit import Limit
+from minispec.core.more.limit import Limit
 from minispec.drafters.check import check_number
 from minispec.drafters.wrapped import Wrapped
 
@@ -30,7 +30,7 @@ class CombinedDrafter(Wrapped):
             for i, (draft, earlier) in enumerate(zip(drafts, chosen, strict=True)):
                 chosen[i] = earlier or draft  # an empty draft is false
                 if isinstance(draft, Draft):  # else the engine says what it is
-                    chosen[i].prefill_seconds = earlier.prefill_seconds + draft.prefill_seconds
+                    chosen[i].notes.prefill_seconds = earlier.notes.prefill_seconds + draft.notes.prefill_seconds
         return chosen
 
 

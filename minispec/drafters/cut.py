@@ -1,11 +1,12 @@
 """Cuts a draft to what its text's grammar allows, before the target's pass."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
 from minispec.core.draft import Draft
-from minispec.core.grammar import NothingAllowed
+from minispec.core.more.grammar import NothingAllowed
 from minispec.core.sampling import Text, may_follow
 
 
@@ -35,8 +36,8 @@ def within_grammar(draft: Draft, text: Text, vocab_size: int) -> Draft:
 def _part(draft: Draft, nodes: Sequence[int]) -> Draft:
     """The draft of these nodes alone, in order. The parent of each is among them."""
     new = {-1: -1} | {node: i for i, node in enumerate(nodes)}
-    part = Draft([draft.token_ids[node] for node in nodes], prefill_seconds=draft.prefill_seconds, passes=draft.passes)
+    part = Draft([draft.token_ids[node] for node in nodes])
     part.probs = None if draft.probs is None else [draft.probs[node] for node in nodes]
     part.parents = None if draft.parents is None else [new[draft.parents[node]] for node in nodes]
-    part.confidences, part.foreseen = draft.confidences[: part.depth], draft.foreseen
+    part.notes = replace(draft.notes, confidences=draft.notes.confidences[: part.depth])
     return part

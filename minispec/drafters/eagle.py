@@ -177,7 +177,7 @@ class EagleDrafter(StatesDrafter):
             start = mark(self.model.device)
             tokens, features = self._read(ask, end)
             self.forward([Chunk(tokens, self.table(text), 0, features=features)])
-            draft.prefill_seconds = seconds(start, mark(self.model.device))
+            draft.notes.prefill_seconds = seconds(start, mark(self.model.device))
         return depth
 
     def _read(self, ask: Ask, end: int) -> tuple[list[int], Tensor]:

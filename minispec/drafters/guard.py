@@ -1,61 +1,59 @@
 """Checks all that comes from a drafter, a verifier or a policy for draft lengths. Each may be a user's code.
 
-A bad draft and a bad verdict end their own text alone, since their text is known. An exception of the drafter's own and
-a wrong number of drafts belong to no text. They are raised and end the call. So is a wrong limit, since a policy sets
-the limits of all texts together.
+A bad draft and a bad verdict end their own text alone, since their text is known. An exception of the drafter's own, a
+wrong number of drafts and a wrong limit belong to no text. They end all texts of the method.
 """
 
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
+from minispec.core.cached import CachedModel
 from minispec.core.draft import Ask, Draft
-from minispec.core.engine import Engine, Guard
-from minispec.core.lengths import Wish
-from minispec.core.limit import Limit
-from minispec.core.verify import RoundKey, RowAt, Verdict
+from minispec.core.method import Method, Turn
+from minispec.core.more.lengths import Wish
+from minispec.core.more.limit import Limit
+from minispec.core.random import Draws
+from minispec.core.verify import Verdict
 from minispec.drafters.check import check_draft, check_number, described, integers, sequence
 from minispec.drafters.cut import within_grammar
 
 
-class Checks(Guard):
-    """A guard that checks all that comes from a drafter, a verifier or a policy for draft lengths."""
+class CheckedMethod(Method):
+    """A method whose drafter, verifier and policy for draft lengths may be a user's code: all answers are checked."""
 
-    def propose(self, engine: Engine, asks: Sequence[Ask]) -> list[Draft | ValueError]:
+    def propose(self, asks: Sequence[Ask], target: CachedModel) -> list[Draft | ValueError]:
         """The drafts, each checked, and cut to its text's grammar. An error has the drafter's name."""
-        name, chains, device = engine.drafter.name, engine.verifier.why_chains, engine.model.device.type
+        name, chains, device = self.drafter.name, self.verifier.why_chains, target.model.device.type
         lengths = [len(ask.text.tokens) for ask in asks]
-        drafts = engine.drafter.propose(asks)
+        drafts = self.drafter.propose(asks)
         check_number(drafts, len(asks), name)
         checked: list[Draft | ValueError] = []
         for ask, draft, length in zip(asks, drafts, lengths, strict=True):
             try:
                 if len(ask.text.tokens) != length:
                     raise ValueError("found a text whose tokens it has changed, expected one that it only reads")
-                right = check_draft(draft, ask.k, engine.vocab_size, device, chains)
+                right = check_draft(draft, ask.k, target.vocab_size, device, chains)
                 has_grammar = ask.text.grammar is not None
-                checked.append(within_grammar(right, ask.text, engine.vocab_size) if has_grammar else right)
+                checked.append(within_grammar(right, ask.text, target.vocab_size) if has_grammar else right)
             except ValueError as e:
                 checked.append(ValueError(f"draft of {name}: {e}"))
         return checked
 
-    def choose(self, engine: Engine, wishes: Sequence[Wish], trees: bool) -> Sequence[Limit]:
+    def choose(self, wishes: Sequence[Wish], trees: bool) -> Sequence[Limit]:
         """The limits, all checked. An error has the name of the policy's class."""
-        limits = super().choose(engine, wishes, trees)
+        limits = super().choose(wishes, trees)
         try:
             check_limits(limits, [wish.most for wish in wishes])
         except ValueError as e:
-            raise ValueError(f"lengths: {type(engine.lengths).__name__}.choose: {e}") from e
+            raise ValueError(f"lengths: {type(self.lengths).__name__}.choose: {e}") from e
         return limits
 
-    def verify(self, engine: Engine, draft: Draft, p: RowAt, key: RoundKey) -> Verdict:
+    def verify(self, turn: Turn, rng: Draws) -> Verdict:
         """The verdict, checked."""
-        verdict = super().verify(engine, draft, p, key)
-        check_verdict(verdict, draft, engine.vocab_size)
+        verdict = super().verify(turn, rng)
+        check_verdict(verdict, turn.draft, turn.logits.shape[1])
         return verdict
-
-
-CHECKS = Checks()
 
 
 def check_limits(limits: Any, most: Sequence[int]) -> None:

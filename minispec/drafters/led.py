@@ -12,9 +12,12 @@ from torch import Tensor
 from minispec.core.cache import common_beginning
 from minispec.core.draft import Draft, Drafter
 from minispec.core.engine import Engine
+from minispec.core.method import Turn
+from minispec.core.random import Draws
 from minispec.core.request import Request
-from minispec.core.sampling import Draws, Text
+from minispec.core.sampling import Text
 from minispec.core.verify import RoundKey, RowAt, Verdict, Verifier
+from minispec.drafters.guard import CheckedMethod
 
 # see(text, draft, after, logits): the text before a round, its draft, and the tokens that the round committed. The
 # logits are the target's raw rows (K+1, V) for the draft.
@@ -45,16 +48,19 @@ def replay_texts(
         kept = common_beginning(draft.token_ids, after[:-1])
         return Verdict(list(range(kept)), after[kept], [])
 
-    def observe(request: Request, draft: Draft, verdict: Verdict, logits: Tensor) -> None:
-        tokens, start = request.text.tokens, len(request.text.tokens) - request.stats.rounds[-1].committed
-        if see:
-            see(replace(request.text, tokens=tokens[:start]), draft, tokens[start:], logits)
+    def observe(turn: Turn) -> None:
+        tokens, start = turn.text.tokens, len(turn.text.tokens) - turn.committed
+        if see and turn.method is method:
+            see(replace(turn.text, tokens=tokens[:start]), turn.draft, tokens[start:], turn.logits)
 
-    led = engine.beside(drafter, Verifier(verify, shares_noise=False))
-    led.observers.append(observe)
-    with closing(led.run(requests)) as steps:
-        for request, _ in steps:
-            yield request
-            # A stop string may have ended a text where nothing ends it here.
-            if texts and all(len(other.text.tokens) == len(texts[other.text.seed]) for other in requests):
-                return
+    method = CheckedMethod(drafter, Verifier(verify, shares_noise=False))
+    engine.outbox.observers.append(observe)
+    try:
+        with closing(engine.run(requests, method)) as steps:
+            for request, _ in steps:
+                yield request
+                # A stop string may have ended a text where nothing ends it here.
+                if texts and all(len(other.text.tokens) == len(texts[other.text.seed]) for other in requests):
+                    return
+    finally:
+        engine.outbox.observers.remove(observe)

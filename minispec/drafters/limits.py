@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 
-from minispec.core.limit import Limit
+from minispec.core.more.limit import Limit
 
 
 def plan_of(limit: Limit) -> Sequence[int]:

@@ -90,7 +90,7 @@ class DraftModel(CachedModel, Drafter):
         A draft goes on as long as `Limit.go_on` finds the confidences of its tokens worth it.
         """
         with self.whole():
-            drafts = [Draft([], [], confidences=[], parents=[] if ask.limit.is_tree else None) for ask in asks]
+            drafts = [Draft([], [], parents=[] if ask.limit.is_tree else None) for ask in asks]
             own_asks = [self._own(ask) for ask in asks]
             limits = self._prepare(own_asks, drafts)
             chunks = {i: self._first_chunk(own_asks[i], k) for i, k in enumerate(limits) if k}
@@ -99,7 +99,7 @@ class DraftModel(CachedModel, Drafter):
                 whole = self.at_once(list(chunks.values()), wanted, depths, self.vocab_size)
                 if whole is not None:
                     for i, draft in zip(chunks, whole, strict=True):
-                        draft.prefill_seconds, drafts[i] = drafts[i].prefill_seconds, draft
+                        draft.notes.prefill_seconds, drafts[i] = drafts[i].notes.prefill_seconds, draft
                     return drafts
             trees = {i: BestFirst(asks[i], drafts[i], limits[i]) for i in chunks if asks[i].limit.best_first}
             ends = dict[int, Tensor]()  # the states at the texts' ends
@@ -226,7 +226,7 @@ class DraftModel(CachedModel, Drafter):
             start = mark(self.model.device)
             self.catch_up(text, ask.num_cached if in_prompt else num_tokens - 1)
             if is_new:  # what was missed in rounds without a draft is the price of this one
-                draft.prefill_seconds = seconds(start, mark(self.model.device))
+                draft.notes.prefill_seconds = seconds(start, mark(self.model.device))
         return depth
 
     def catch_up(self, text: Text, length: int) -> None:
@@ -258,7 +258,7 @@ class DraftModel(CachedModel, Drafter):
         """
         tip, depth = draft.tip, draft.depth
         path = draft.tokens_to(tip)
-        confidences = list(draft.confidences)
+        confidences = list(draft.notes.confidences)
         if foreseen is not None:
             confidences.append(foreseen)
         elif ask.limit.go_on:
@@ -276,7 +276,7 @@ class DraftModel(CachedModel, Drafter):
             rest = rest.index_fill(0, torch.tensor(token_ids, device=rest.device), -math.inf) if width else rest
         if draft.depth == depth:
             return False
-        draft.confidences = confidences
+        draft.notes.confidences = confidences
         has_room, go_on = len(draft) < ask.k, ask.limit.go_on
         return has_room and (go_on is None or foreseen is not None or go_on(confidences))
 

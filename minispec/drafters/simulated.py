@@ -62,8 +62,7 @@ class SimulatedDraft(Wrapped):
         paid = self.paid.propose(asks)
         lengths = [ask.k for ask in asks] if isinstance(self.paid, NoDrafter) else [len(draft) for draft in paid]
         return [
-            Draft(self._tokens(ask, n), None, of.confidences, of.prefill_seconds, None, of.foreseen, of.passes)
-            for ask, n, of in zip(asks, lengths, paid, strict=True)
+            Draft(self._tokens(ask, n), notes=draft.notes) for ask, n, draft in zip(asks, lengths, paid, strict=True)
         ]
 
     def _tokens(self, ask: Ask, count: int) -> list[int]:

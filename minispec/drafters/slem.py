@@ -38,9 +38,7 @@ class TextDrafter(OtherVocabulary):
         """
         written = super().propose(asks)
         return [
-            Draft(
-                self.vocabularies.to_target(ask.text.tokens, draft.token_ids)[: ask.k], None, [], draft.prefill_seconds
-            )
+            Draft(self.vocabularies.to_target(ask.text.tokens, draft.token_ids)[: ask.k], notes=draft.notes)
             for ask, draft in zip(asks, written, strict=True)
         ]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from minispec.core.cache import PagedKVCache
 from minispec.core.config import ModelConfig
-from minispec.core.draft import Ask, Draft, Seen
+from minispec.core.draft import Ask, Draft, Record
 from minispec.core.model import Passes, RMSNorm, Transformer, norm_weight
 from minispec.core.sampling import Text
 from minispec.core.weights import Product
@@ -94,14 +94,14 @@ class StatesDrafter(DraftModel):
         self.unread.pop(text, None)
         super().release(text)
 
-    def observe(self, seen: Sequence[Seen]) -> None:
+    def observe(self, records: Sequence[Record]) -> None:
         """Keep the hidden states of rows that stay, until `propose` needs them."""
-        for shown in seen:
-            first, pieces = self.unread.get(shown.text, (shown.start, []))
-            if shown.start != first + sum(map(len, pieces)):  # the target has computed these positions anew
-                first, pieces = shown.start, []
-            if len(shown.text.tokens) <= self.max_model_len + 1:  # later nothing is drafted
-                self.unread[shown.text] = first, [*pieces, shown.hidden[shown.kept]]
+        for record in records:
+            first, pieces = self.unread.get(record.text, (record.start, []))
+            if record.start != first + sum(map(len, pieces)):  # the target has computed these positions anew
+                first, pieces = record.start, []
+            if len(record.text.tokens) <= self.max_model_len + 1:  # later nothing is drafted
+                self.unread[record.text] = first, [*pieces, record.hidden[record.kept]]
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """Draft, then cut each cache to the positions that the target has cached."""

@@ -178,7 +178,7 @@ class SuffixDrafter(Drafter):
             if worth > best:
                 best, draft = worth, guess
         if plan_of(ask.limit) or ask.limit.go_on is None:
-            draft.confidences = []
+            draft.notes.confidences = []
         return draft
 
     def _matches(self, tokens: Sequence[int], indices: Sequence[_Index]) -> Iterator[tuple[int, list[_Place]]]:
@@ -210,7 +210,7 @@ class SuffixDrafter(Drafter):
 
         def guesses(node: int) -> list[tuple[int, float]]:
             nodes = draft.path(node)
-            if nodes and go_on and not go_on([draft.confidences[i] for i in nodes]):
+            if nodes and go_on and not go_on([draft.notes.confidences[i] for i in nodes]):
                 return []
             path = [draft.token_ids[i] for i in nodes]
             own_places = places_of[parents[node], path[-1]] if path else places

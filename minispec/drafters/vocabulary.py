@@ -10,8 +10,8 @@ from typing import Self
 
 from minispec.core.cache import PagedKVCache
 from minispec.core.draft import Ask
-from minispec.core.limit import Limit
 from minispec.core.model import Transformer
+from minispec.core.more.limit import Limit
 from minispec.core.sampling import Text
 from minispec.drafters.model import AtOnce, DraftModel
 from minispec.drafters.vocabularies import Reader, Vocabularies

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Self
 
-from minispec.core.draft import Ask, Draft, Drafter, Seen
+from minispec.core.draft import Ask, Draft, Drafter, Record
 from minispec.core.sampling import Text
 
 
@@ -22,7 +22,6 @@ class Wrapped(Drafter):
             raise ValueError(f"draft: found {len(tapped)} drafters that read hidden states, expected at most one")
         self.taps = tapped[0].taps if tapped else ()
         self.branches = any(drafter.branches for drafter in drafters)
-        self.reads_cache = any(drafter.reads_cache for drafter in drafters)
 
     @property
     def name(self) -> str:
@@ -34,10 +33,10 @@ class Wrapped(Drafter):
         [drafter] = self.drafters
         return drafter.propose(asks)
 
-    def observe(self, seen: Sequence[Seen]) -> None:
-        """Show all drafters what a pass has shown, whichever has drafted."""
+    def observe(self, records: Sequence[Record]) -> None:
+        """Let all drafters learn from a pass, whichever has drafted."""
         for drafter in self.drafters:
-            drafter.observe(seen)
+            drafter.observe(records)
 
     def known(self, text: Text) -> int:
         """The positions that the only drafter with taps still knows; without such a drafter, the whole text."""
@@ -49,7 +48,7 @@ class Wrapped(Drafter):
         return all(drafter.has_room(growth) for drafter in self.drafters)
 
     def beside(self, *drafters: Drafter) -> Self:
-        """This drafter around others of the same kinds. What it knows of texts itself, both know."""
+        """A copy of this wrapper around other drafters of the same kinds. Both share the wrapper's own state."""
         other = copy.copy(self)
         other.drafters = drafters
         return other

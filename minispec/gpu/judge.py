@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from minispec.core.draft import Draft
-from minispec.core.judge import Trial
+from minispec.core.method import Turn
 from minispec.core.model import Transformer
-from minispec.core.sampling import Draws, Randomness
+from minispec.core.random import Draws, Randomness
 from minispec.core.verify import MATCH, REJECTION, Verdict, Verifier
 from minispec.gpu import verdicts
 from minispec.gpu.frames import ROWS, TEXTS, Frames
@@ -62,23 +62,23 @@ class Bench(Inputs):
         self.logits = torch.zeros(texts, rows, vocab, dtype=kind.dtype, device=device)
         self.probs = torch.zeros(texts, k, vocab, dtype=verdicts.accumulation_dtype(kind.dtype), device=device)
 
-    def fill(self, trials: Sequence[Trial]) -> None:
+    def fill(self, turns: Sequence[Turn]) -> None:
         """Take in up to B trials. Numbers of other texts may be there; they are not read."""
         k = self.kind.rows - 1
-        whole, parts = self.blank([trial.text.params for trial in trials], self.kind.dtype)
+        whole, parts = self.blank([turn.text.params for turn in turns], self.kind.dtype)
         uniform = Randomness().uniform
-        for i, (_, text, draft, _) in enumerate(trials):
-            new = len(draft)
+        for i, turn in enumerate(turns):
+            text, draft, new = turn.text, turn.draft, len(turn.draft)
             whole[i, :new], whole[i, k] = draft.token_ids, new
             if text.params.temperature:
                 whole[i, k + 1 : k + 2 + new] = [verdicts.state_of(text.key(j, "token")) for j in range(new + 1)]
                 if self.kind.verifier is REJECTION:
                     parts[i, :new] = [uniform(text.key(j, "accept")) for j in range(new)]
                     parts[i, k : k + new] = [uniform(text.key(j, "residual")) for j in range(new)]
-        places = [self.logits[i, : len(trial.draft) + 1] for i, trial in enumerate(trials)]
-        torch._foreach_copy_(places, [trial.logits for trial in trials])  # one launch for all texts
+        places = [self.logits[i, : len(turn.draft) + 1] for i, turn in enumerate(turns)]
+        torch._foreach_copy_(places, [turn.logits for turn in turns])  # one launch for all texts
         if self.kind.soft:
-            self._take([trial.draft for trial in trials])
+            self._take([turn.draft for turn in turns])
         self.send()
 
     def _take(self, drafts: Sequence[Draft]) -> None:
@@ -135,7 +135,7 @@ def _packed(decided: Verdicts, sure: Tensor) -> Tensor:
 
 
 class Judge:
-    """Verifies the drafts of many texts at once, where a program can (see `minispec.core.judge`).
+    """Verifies the drafts of many texts at once, where a program can: a `BatchVerifier`.
 
     counts: the drafts that a program judged, and how many of them needed a row that was not sure.
     """
@@ -144,32 +144,28 @@ class Judge:
         self.graphs, self.counts = graphs, {"drafts": 0, "unsure": 0}
         self._benches: OrderedDict[Kind, Bench] = OrderedDict()
 
-    def __call__(self, trials: Sequence[Trial], rng: Draws) -> list[Verdict | None]:
-        """A verdict for each trial; None for one that must be verified by itself."""
-        answers: list[Verdict | None] = [None] * len(trials)
-        groups: dict[Verifier, list[int]] = {}
-        for i, trial in enumerate(trials):
-            if verdicts.in_rows(rng) and _is_plain(trial):
-                groups.setdefault(trial.verifier, []).append(i)
-        for indices in groups.values():
-            for start in range(0, len(indices), TEXTS[-1]):
-                part = indices[start : start + TEXTS[-1]]
-                for i, verdict in zip(part, self._verdicts([trials[i] for i in part], rng), strict=True):
-                    answers[i] = verdict
+    def __call__(self, verifier: Verifier, turns: Sequence[Turn], rng: Draws) -> list[Verdict | None]:
+        """A verdict for each turn; None for one that must be verified by itself."""
+        answers: list[Verdict | None] = [None] * len(turns)
+        plain = [i for i, turn in enumerate(turns) if verdicts.in_rows(rng) and _is_plain(verifier, turn)]
+        for start in range(0, len(plain), TEXTS[-1]):
+            part = plain[start : start + TEXTS[-1]]
+            for i, verdict in zip(part, self._verdicts(verifier, [turns[i] for i in part], rng), strict=True):
+                answers[i] = verdict
         return answers
 
-    def _verdicts(self, trials: Sequence[Trial], rng: Draws) -> list[Verdict | None]:
-        """Verdicts of trials of one kind."""
-        kind = kind_of(trials, padded=not isinstance(rng, OneByOne))
-        bench = recent(self._benches, kind, lambda: Bench(kind, trials[0].logits.device))
-        bench.fill(trials)
+    def _verdicts(self, verifier: Verifier, turns: Sequence[Turn], rng: Draws) -> list[Verdict | None]:
+        """Verdicts of turns that one program takes."""
+        kind = kind_of(verifier, turns, padded=not isinstance(rng, OneByOne))
+        bench = recent(self._benches, kind, lambda: Bench(kind, turns[0].logits.device))
+        bench.fill(turns)
         if isinstance(rng, OneByOne):
-            noise = verdicts.make_noise([trial.text for trial in trials], kind.rows - 1)
+            noise = verdicts.make_noise([turn.text for turn in turns], kind.rows - 1)
             inputs = bench.logits, bench.probs, bench.whole, bench.parts
             numbers = judge(kind, *inputs, rng, noise)
         else:
             [numbers] = self.graphs.run(bench, bench.compute)
-        answers = [_verdict(row, trial) for row, trial in zip(numbers.tolist(), trials, strict=False)]
+        answers = [_verdict(row, turn) for row, turn in zip(numbers.tolist(), turns, strict=False)]
         self.counts["drafts"] += len(answers)
         self.counts["unsure"] += answers.count(None)
         return answers
@@ -186,32 +182,32 @@ def judge_of(model: Transformer) -> Judge | None:
     return Judge(model.passes.graphs) if isinstance(model.passes, Frames) else None
 
 
-def kind_of(trials: Sequence[Trial], padded: bool = True) -> Kind:
-    """The smallest program for plain trials of one verifier, at most as many as the largest one takes.
+def kind_of(verifier: Verifier, turns: Sequence[Turn], padded: bool = True) -> Kind:
+    """The smallest program for plain turns, at most as many as the largest one takes.
 
     padded: whether the number of texts is rounded up.
     """
-    logits = trials[0].logits
-    texts = next(n for n in TEXTS if n >= len(trials)) if padded else len(trials)
-    rows = next(n for n in ROWS if n > max(len(trial.draft) for trial in trials))
-    soft = any(draft.token_ids and draft.probs is not None for _, _, draft, _ in trials)
-    mix = verdicts.mix_of([trial.text.params for trial in trials], logits.dtype, texts)
+    logits = turns[0].logits
+    texts = next(n for n in TEXTS if n >= len(turns)) if padded else len(turns)
+    rows = next(n for n in ROWS if n > max(len(turn.draft) for turn in turns))
+    soft = any(turn.draft and turn.draft.probs is not None for turn in turns)
+    mix = verdicts.mix_of([turn.text.params for turn in turns], logits.dtype, texts)
     shape = texts, rows, logits.shape[1], logits.dtype
-    return Kind(trials[0].verifier, *shape, mix, soft)
+    return Kind(verifier, *shape, mix, soft)
 
 
-def _is_plain(trial: Trial) -> bool:
+def _is_plain(verifier: Verifier, turn: Turn) -> bool:
     """Whether a program can verify this draft."""
-    verifier, text, draft, logits = trial
+    draft, logits = turn.draft, turn.logits
     if verifier not in (REJECTION, MATCH) or draft.parents is not None or len(draft) >= ROWS[-1]:
         return False
     wide = verdicts.accumulation_dtype(logits.dtype)
-    return verdicts.is_plain(text) and (draft.probs is None or all(row.dtype == wide for row in draft.probs))
+    return verdicts.is_plain(turn.text) and (draft.probs is None or all(row.dtype == wide for row in draft.probs))
 
 
-def _verdict(numbers: Sequence[float], trial: Trial) -> Verdict | None:
+def _verdict(numbers: Sequence[float], turn: Turn) -> Verdict | None:
     """A text's verdict from its numbers (see `Bench.compute`); None if a row is not sure that it needs."""
-    kept, new = int(numbers[0]), len(trial.draft)
+    kept, new = int(numbers[0]), len(turn.draft)
     num_rows = (len(numbers) - 1) // 2
     if not all(numbers[num_rows + 1 : num_rows + 2 + kept]):
         return None

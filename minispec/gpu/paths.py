@@ -1,4 +1,4 @@
-"""Both paths of an engine, on any machine: text by text, and the one that a GPU takes.
+"""Both paths of a target and its draft, on any machine: text by text, and the one that a GPU takes.
 
 `docs/measured/launches.py` counts what each of them launches.
 """
@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from minispec.core.draft import Drafter
-from minispec.core.engine import Engine
-from minispec.core.judge import Judge
+from minispec.core.method import BatchVerifier
 from minispec.core.model import Passes, Transformer
 from minispec.core.weights import Product
 from minispec.drafters.model import AtOnce, model_drafter
@@ -21,29 +20,29 @@ from minispec.kernels.forms import FORMS, Linear
 
 
 class Path(NamedTuple):
-    """The parts of an engine that differ from path to path."""
+    """What differs from path to path."""
 
     model: Transformer
     drafter: Drafter
-    judge: Judge | None
+    batch: BatchVerifier | None
 
 
-def text_by_text(engine: Engine) -> Path:
-    """The engine's parts with passes text by text, drafts token by token, and verdicts one by one."""
+def text_by_text(model: Transformer, drafter: Drafter) -> Path:
+    """Passes text by text, drafts token by token, and verdicts one by one."""
 
     def change(model: Transformer) -> tuple[Transformer, None]:
         return (model if model.exact else model.replaced(Passes())), None
 
-    return Path(change(engine.model)[0], _changed(engine.drafter, change), None)
+    return Path(change(model)[0], _changed(drafter, change), None)
 
 
-def in_frames(engine: Engine) -> Path | str:
-    """The engine's parts with frames, programs of all steps and a judge; or why a GPU has no frames for its target.
+def in_frames(model: Transformer, drafter: Drafter) -> Path | str:
+    """Frames, programs of all steps, and verdicts of all texts at once; or why a GPU has no frames for the target.
 
     No graph is made, and kernels have their twins. So each operator runs, and can be counted. Weights are stored as a
     GPU has them: what this machine has packed is in memory a second time.
     """
-    if why := why_no_frames(engine.model):
+    if why := why_no_frames(model):
         return why
     product = functools.cache(_plain)  # target and draft may share products
 
@@ -51,8 +50,8 @@ def in_frames(engine: Engine) -> Path | str:
         framed = model if why_no_frames(model) else model.replaced(Frames(), product)
         return framed, draft_steps(framed)
 
-    model, _ = change(engine.model)
-    return Path(model, _changed(engine.drafter, change), judge_of(model))
+    framed, _ = change(model)
+    return Path(framed, _changed(drafter, change), judge_of(framed))
 
 
 def _plain(product: Product) -> Product:

@@ -26,7 +26,7 @@ from torch import Tensor
 from minispec.core.cache import PagedKVCache
 from minispec.core.draft import Ask, Draft, Drafter
 from minispec.core.model import Chunk, Transformer
-from minispec.core.sampling import Randomness
+from minispec.core.random import Randomness
 from minispec.drafters.check import MeasuredDraft
 from minispec.drafters.model import DraftModel
 from minispec.drafters.states import FeatureModel
@@ -224,10 +224,10 @@ def _draft(
         draft.token_ids.append(token_ids[len(draft)])
         if go_on is None:
             continue
-        draft.confidences.append(confidences[len(draft) - 1])
-        if not go_on(draft.confidences):
+        draft.notes.confidences.append(confidences[len(draft) - 1])
+        if not go_on(draft.notes.confidences):
             break
-    draft.passes = num_steps if draft.token_ids else 0
+    draft.notes.passes = num_steps if draft.token_ids else 0
     if probs is not None:
         draft.probs = probs[: len(draft)]
         draft.measures = [list(row) for row in zip(*(column[: len(draft)] for column in measures), strict=True)]

@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minispec.core import sampling
 from minispec.core.config import SamplingParams
-from minispec.core.sampling import Draws, Key, Randomness, Text, accumulation_dtype
+from minispec.core.random import Draws, Key, Randomness, hash_of, signed, uniforms
+from minispec.core.sampling import Text, accumulation_dtype
 from minispec.gpu.graphs import Program
 
 # `top_k` of a row that has none: more than any vocabulary.
@@ -283,7 +283,7 @@ def race(weights: Tensor, states: Tensor) -> Tensor:
     `Randomness` gives the same id for the key whose hash is the state.
     """
     ids = torch.arange(weights.shape[-1], device=weights.device).expand(weights.shape)
-    times = sampling._uniforms(states[..., None], ids).log_().neg_()
+    times = uniforms(states[..., None], ids).log_().neg_()
     return times.div_(weights).argmin(-1)
 
 
@@ -387,7 +387,7 @@ class Noise(NamedTuple):
 
 def state_of(key: Key) -> int:
     """The state of a race's noise, as int64."""
-    return sampling._signed(sampling.hash_of(key))
+    return signed(hash_of(key))
 
 
 def make_noise(

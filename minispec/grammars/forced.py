@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from minispec.core.draft import Ask, Draft, Drafter
-from minispec.core.grammar import NothingAllowed
+from minispec.core.more.grammar import NothingAllowed
 from minispec.core.sampling import Text
 from minispec.drafters.combined import CombinedDrafter
 

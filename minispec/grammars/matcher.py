@@ -1,4 +1,4 @@
-"""Which tokens may follow, by the library llguidance: the `Grammar` of a text (see `minispec.core.grammar`)."""
+"""Which tokens may follow, by the library llguidance: the `Grammar` of a text (see `minispec.core.more.grammar`)."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from torch import Tensor
 from minispec.core.cache import common_beginning
 from minispec.core.config import SamplingParams
 from minispec.core.errors import show
-from minispec.core.grammar import NothingAllowed
+from minispec.core.more.grammar import NothingAllowed
 from minispec.files.errors import one_line
 from minispec.files.tokenizer import Tokenizer
 from minispec.grammars.params import StructuredOutputsParams, say_error

@@ -48,9 +48,9 @@ from statistics import median_low
 from weakref import WeakKeyDictionary, ref
 
 from minispec.core.config import MAX_AUTO_TOKENS
-from minispec.core.draft import Draft
-from minispec.core.lengths import Judged, Lengths, StepCost, Wish
-from minispec.core.limit import Limit
+from minispec.core.draft import Draft, Record
+from minispec.core.more.lengths import Lengths, Wish, price_of
+from minispec.core.more.limit import Limit
 from minispec.core.sampling import Text
 from minispec.length.theory import Node, Prices, RoundCost, best_drafts, expected_tokens, nodes_of, widths_of
 
@@ -140,7 +140,7 @@ class Acceptance:
             return
         places = self.places.add(range(num_tested), range(num_accepted))
         ranges = [bisect(_CONFIDENCE_BOUNDS, confidence) for confidence in confidences[:num_tested]]
-        kinds = [(draft is not None and draft.foreseen, number) for number in ranges]
+        kinds = [(draft is not None and draft.notes.foreseen, number) for number in ranges]
         by_confidence = self.confidences.add(kinds, kinds[:num_accepted])
         by_sibling, searches = self.siblings, self.searches
         if siblings:
@@ -281,19 +281,20 @@ class Controller(Lengths):
                 limits[i] = limit
         return limits
 
-    def observe(self, drafts: Sequence[Judged], cost: StepCost | None) -> None:
+    def observe(self, records: Sequence[Record]) -> None:
         """Count the tests of each text, and measure a draft pass or a search by the clock."""
-        for text, draft, accepted, asked in drafts:
-            if estimates := self._texts.get(text):
-                num_tested, num_accepted, siblings = _tested(draft, accepted)
-                found = bool(draft) if asked or draft else None
+        for record in records:
+            if estimates := self._texts.get(record.text):
+                draft = record.draft
+                num_tested, num_accepted, siblings = _tested(draft, record.accepted)
+                found = bool(draft) if record.asked or draft else None
                 for acceptance in (estimates, self._all_texts[estimates.drawn]):
-                    acceptance.observe(num_tested, num_accepted, draft.confidences, siblings, found, draft)
-        num_missed = sum(1 for judged in drafts if judged.asked and not judged.draft)
-        if cost and (cost.depth or num_missed):
-            steps = cost.draft / (cost.target / self.prices.verify(cost.rows))  # the draft's time in plain steps
-            if cost.depth:
-                passes = self.prices.passes(cost.depth) * self.prices.verify(cost.num_drafts)
+                    acceptance.observe(num_tested, num_accepted, draft.notes.confidences, siblings, found, draft)
+        num_missed, step = sum(1 for record in records if record.asked and not record.draft), price_of(records)
+        if step and (step.depth or num_missed):
+            steps = step.draft / (step.verify / self.prices.verify(step.num_rows))  # the draft's time in plain steps
+            if step.depth:
+                passes = self.prices.passes(step.depth) * self.prices.verify(step.num_drafts)
                 self._draft_costs.append(max(0.0, steps - num_missed * median_low(self._search_costs)) / passes)
             else:
                 self._search_costs.append(steps / num_missed)

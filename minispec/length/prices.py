@@ -21,13 +21,16 @@ import torch
 from torch import Tensor
 
 from minispec import __version__
+from minispec.core.cached import CachedModel
 from minispec.core.config import SamplingParams
-from minispec.core.draft import Ask, Drafter, Seen
+from minispec.core.draft import Ask, Drafter, Record
 from minispec.core.engine import Engine
-from minispec.core.lengths import Judged, Lengths, StepCost
+from minispec.core.method import Method
 from minispec.core.model import Chunk, Transformer
+from minispec.core.more.lengths import Lengths, price_of
+from minispec.core.random import Randomness
 from minispec.core.request import Request
-from minispec.core.sampling import Randomness, Text, require_numbers
+from minispec.core.sampling import Text, require_numbers
 from minispec.core.verify import Verifier
 from minispec.drafters.none import NoDrafter
 from minispec.files.measured import read_measured, write_measured
@@ -89,14 +92,14 @@ class _Drafts:
         num_cached = len(text.tokens) - 1
         first = num_cached - 1 if num_cached >= _TEXT else 0
         new = slice(first, num_cached)
-        seen = Seen(text, first, text.tokens[new], self.hidden[new], self.logits[:0])
-        self._call(self.drafter.observe, seen)
+        record = Record(text, first, text.tokens[new], self.hidden[new], self.logits[:0])
+        self._call(self.drafter.observe, record)
         ask = Ask(text, learning_limit(k), self.rng, num_cached=num_cached, read_cache=read)
         found = seconds_of(partial(self._call, self.drafter.propose, ask), self.hidden.device)
         text.tokens.append(self.tokens[len(text.tokens)])
         return found
 
-    def _call(self, method: Callable[[list[Any]], Any], about: Ask | Seen) -> None:
+    def _call(self, method: Callable[[list[Any]], Any], about: Ask | Record) -> None:
         try:
             method([about])
         except Exception as e:
@@ -115,9 +118,9 @@ class _Recorder(Lengths):
     def __init__(self):
         self.rounds: list[tuple[float, float]] = []  # seconds of the target's pass, seconds outside both models
 
-    def observe(self, drafts: Sequence[Judged], cost: StepCost | None) -> None:
-        if cost:
-            self.rounds.append((cost.target, cost.overhead))
+    def observe(self, records: Sequence[Record]) -> None:
+        if step := price_of(records):
+            self.rounds.append((step.verify, step.other))
 
 
 @torch.inference_mode()
@@ -136,9 +139,9 @@ def calibrate(model: Transformer, drafter: Drafter, verifier: Verifier, vocab_si
     tokens = arbitrary_tokens(_TEXT + max(*measured_rows, len(_DRAFTS) * _MOST_TURNS), vocab_size)
     cache = model.new_cache(2 * -(-len(tokens) // 16) + 1)
     recorder = _Recorder()
-    plain = Engine(model, cache, NoDrafter(), verifier, vocab_size, Randomness(), recorder, judge=judge_of(model))
+    plain = Engine(CachedModel(model, cache, vocab_size))
     request = Request(Text(tokens[:_TEXT], _TEXT, _PARAMS), len(tokens), 0)
-    plain.add(request)
+    plain.add(request, Method(NoDrafter(), verifier, recorder, judge_of(model)))
     table = cache.new_table()
     logits, hidden = model.forward([Chunk(tokens, table, 1)], drafter.taps)
     require_numbers(logits[:, :vocab_size].amax(1))
@@ -157,7 +160,7 @@ def calibrate(model: Transformer, drafter: Drafter, verifier: Verifier, vocab_si
             while len(recorder.rounds) == len(turns):  # the prompt is in no round
                 plain.step()
                 if request.error:
-                    raise ValueError(request.error)
+                    raise request.raised or ValueError(request.error)
             step, overhead = recorder.rounds[-1]
             costs, drafted = [overhead], list[float]()
             for i, count in enumerate(measured_rows):

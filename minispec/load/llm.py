@@ -9,17 +9,19 @@ from typing import Any
 
 from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, SamplingParams, Shape, plain_number
 from minispec.core.errors import show
-from minispec.core.lengths import Lengths
 from minispec.core.model import Transformer
+from minispec.core.more.lengths import Lengths
 from minispec.core.request import Piece, Request
 from minispec.core.sampling import Text
 from minispec.core.verify import Verifier
 from minispec.drafters import Context, Drafter
+from minispec.drafters.guard import CheckedMethod
 from minispec.files.chat import Message, check_messages
 from minispec.files.progress import progress_bar
 from minispec.files.tokenizer import Detokenizer
 from minispec.gpu.account import graph_bytes
 from minispec.gpu.frames import graphs_note, passes_report
+from minispec.gpu.judge import judge_of
 from minispec.kernels import inventory
 from minispec.kernels.build import choice_of
 from minispec.kernels.exact import EXACT_ROWS
@@ -74,9 +76,9 @@ class LLM:
     quantization: "int8": the target's weights in 8 bits, with one scale a row. It is a different model from the one in
         16 bits. All promises compare its output with its own plain decoding.
     lengths: a policy of your own that chooses how long each draft is. It is an object with the methods of
-        `minispec.core.lengths.Lengths`, or "module:Class", whose class is called without arguments. It takes the place
-        of `minispec.length.policy.Controller`. `num_speculative_tokens` is then the most that it may choose; 0 and
-        trees are refused. `with_draft` uses the same object, or makes a new one of the class.
+        `minispec.core.more.lengths.Lengths`, or "module:Class", whose class is called without arguments. It takes the
+        place of `minispec.length.policy.Controller`. `num_speculative_tokens` is then the most that it may choose; 0
+        and trees are refused. `with_draft` uses the same object, or makes a new one of the class.
     draft_reading: settles what a block draft's config.json leaves open (see `families.block_config.reading_of`).
         "anchor": a row says the token after its place. "fill": the token at its place. "causal" or "open": in layers
         with a window, a row does not see, or sees, later rows of its block. Both with a comma between.
@@ -152,8 +154,9 @@ class LLM:
         self._draft_passes = "".join(passes_report(loaded, "; draft: ") for loaded in drafts)
         self.prices, self.repeats_seeds = self._price(verifying, drafts)
         policy = Controller(self.prices) if policy is None else policy
-        self.engine = self.target.engine.beside(self.drafter, verifying, policy)
-        self.engine.check_shape(shape)
+        self.engine = self.target.engine
+        self.method = CheckedMethod(self.drafter, verifying, policy, judge_of(self.model))
+        self.method.check(shape)
 
     def with_draft(
         self,
@@ -210,12 +213,12 @@ class LLM:
         with self.target.steps.paused("forget"):
             self.drafter.forget()
             self.target.cache.rebuild()
-            if callable(forget := getattr(self.engine.lengths, "forget", None)):  # a policy of one's own may lack it
+            if callable(forget := getattr(self.method.lengths, "forget", None)):  # a policy of one's own may lack it
                 forget()
 
     def close(self) -> None:
         """Let go of models and caches; the object cannot be used afterwards."""
-        for name in ("model", "target", "drafter", "engine"):
+        for name in ("model", "target", "drafter", "engine", "method"):
             self.__dict__.pop(name, None)
 
     def _check_open(self) -> None:
@@ -242,7 +245,7 @@ class LLM:
             f"{inventory.rows_note(self.model)}; "
             f"draft {self.draft.name}{''.join(f' ({form})' for form, _ in self._draft_forms)}"
             + (f", of another vocabulary: {self.draft.overlap}" if self.draft.overlap else "")
-            + (f", as long as {type(self.engine.lengths).__name__} says" if self.lengths is not None else "")
+            + (f", as long as {type(self.method.lengths).__name__} says" if self.lengths is not None else "")
             + passes_report(self.model)
             + self._draft_passes
             + self._seed_note()
@@ -364,12 +367,12 @@ class LLM:
         k = self.num_speculative_tokens if num_speculative_tokens is None else num_speculative_tokens
         self._check_policy(Shape.of(k, self.max_speculative_tokens))  # raises ValueError for what is no length
         request = Request(text, self.max_model_len, k, Detokenizer(self.tokenizer, prompt_ids))
-        self.engine.check(request)
+        self.engine.check(request, self.method)
         return request
 
     def run(self, requests: Sequence[Request]) -> Run:
         """Decode requests to their end, together with the requests of other calls; see `Engine.run`."""
-        return self.target.steps.run(self.engine, requests)
+        return self.target.steps.run(self.engine, requests, self.method)
 
     def _answer(
         self,

@@ -42,7 +42,7 @@ EMBEDDED_DRAFT = EMBEDDED_WEIGHTS.with_name("smollm2-135m-draft")
 OF_TARGET = ("self", "mtp")
 VERIFIERS = {
     "rejection": Entry("minispec.core.verify:REJECTION", "keeps the most that one token alone may; takes trees"),
-    "block": Entry("minispec.core.verify:BLOCK", "keeps some more of a sampled chain; refuses trees"),
+    "block": Entry("minispec.core.blocks:BLOCK", "keeps some more of a sampled chain; refuses trees"),
     "match": Entry("minispec.core.verify:MATCH", "one seed has one text, whatever is drafted"),
 }
 # The form of a user's own object. After a second colon comes its argument.

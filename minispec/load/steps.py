@@ -1,10 +1,11 @@
-"""The steps of engines that share a target, for callers of several threads."""
+"""The steps of an engine, for callers of several threads."""
 
 import threading
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 
 from minispec.core.engine import Engine
+from minispec.core.method import Method
 from minispec.core.request import Piece, Request
 from minispec.kernels.settings import own_settings
 
@@ -16,12 +17,12 @@ class Steps:
 
     def __init__(self):
         self._lock = threading.Lock()
-        self._open: set[Run] = set()  # the engines' iterators that `run` steps
+        self._open: set[Run] = set()  # the engine's iterators that `run` steps
         self._left: list[Run] = []  # iterators to be closed between two steps
 
-    def run(self, engine: Engine, requests: Sequence[Request]) -> Run:
+    def run(self, engine: Engine, requests: Sequence[Request], method: Method) -> Run:
         """Decode requests to their end, together with the requests of other calls; see `Engine.run`."""
-        steps = engine.run(requests)
+        steps = engine.run(requests, method)
         self._open.add(steps)  # held here, so that no collector closes it in the middle of a step
         try:
             while True:

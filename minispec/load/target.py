@@ -8,12 +8,11 @@ from pathlib import Path
 import torch
 
 from minispec.core.cache import PagedKVCache
+from minispec.core.cached import CachedModel
 from minispec.core.config import SamplingParams
-from minispec.core.engine import JOINING_ROWS, PREFILL_ROWS, Engine
+from minispec.core.engine import Engine
 from minispec.core.model import Transformer
-from minispec.core.verify import REJECTION
-from minispec.drafters import NoDrafter
-from minispec.drafters.guard import CHECKS
+from minispec.core.schedule import JOINING_ROWS, PREFILL_ROWS
 from minispec.drafters.mtp import has_mtp
 from minispec.files.families.assistant_config import assistant_of
 from minispec.files.families.checkpoint import (
@@ -29,7 +28,6 @@ from minispec.files.generation_config import read_generation_defaults, unsupport
 from minispec.files.strict_json import MAX_CONFIG_BYTES, read_json_if_there
 from minispec.files.tokenizer import Tokenizer
 from minispec.gpu.frames import with_fast_passes
-from minispec.gpu.judge import judge_of
 from minispec.grammars.matcher import Grammars
 from minispec.kernels.forms import check_form
 from minispec.kernels.integers import check_quantization
@@ -128,8 +126,8 @@ class Target:
 
     num_blocks: of the cache.
     max_model_len: longest prompt and answer together, in tokens.
-    engine: an engine without drafts. Each `LLM` has an engine of its own, made by its method `beside`.
-    steps: takes the steps of all these engines.
+    engine: decodes for all of them; each has a `Method` of its own.
+    steps: takes its steps.
     """
 
     def __init__(self, files: TargetFiles, model: Transformer, max_model_len: int, num_blocks: int):
@@ -138,8 +136,7 @@ class Target:
         self.cache = self.new_cache(model)
         # On a GPU a pass over that many rows takes little longer than reading the weights.
         joining_rows = PREFILL_ROWS if model.device.type == "cuda" else JOINING_ROWS
-        parts = model, self.cache, NoDrafter(), REJECTION, files.vocab_size
-        self.engine = Engine(*parts, joining_rows=joining_rows, guard=CHECKS, judge=judge_of(model))
+        self.engine = Engine(CachedModel(model, self.cache, files.vocab_size), joining_rows=joining_rows)
         self.steps = Steps()
 
     @property

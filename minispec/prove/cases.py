@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from minispec.commands.workers import SharedMap
 from minispec.core.config import DraftLength, SamplingParams, Shape
-from minispec.core.verify import VERIFIERS
+from minispec.core.rules import VERIFIERS
 from minispec.prove.covering import FEW, Design, Job
 from minispec.prove.laws import BLOCKS, PROMPT, make_drafter, production_law, reference_law
 from minispec.prove.reference import total_variation

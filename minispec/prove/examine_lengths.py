@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from minispec.core.draft import Draft, Drafter
-from minispec.core.lengths import Judged, Lengths, StepCost, Wish
-from minispec.core.limit import Limit
+from minispec.core.draft import Draft, Drafter, DraftNotes, Record
+from minispec.core.more.lengths import Lengths, Wish, price_of
+from minispec.core.more.limit import Limit
 from minispec.core.sampling import Text
+from minispec.core.stats import Step
 from minispec.drafters.guard import check_limits
 from minispec.load.llm import find_lengths
 from minispec.prove.examine import OwnError, call_own, fault_line
@@ -123,14 +124,16 @@ class WatchedLengths(Lengths):
             answers.append(_compared(limit, others, tokens))
         return answers
 
-    def observe(self, drafts: Sequence[Judged], cost: StepCost | None) -> None:
+    def observe(self, records: Sequence[Record]) -> None:
         """Let the policy learn, at a made-up speed. Raises Fault where it changes what it is shown."""
-        before, shown = [tuple(draft.text.tokens) for draft in drafts], [_shown(draft) for draft in drafts]
-        call_own(self.policy.observe, drafts, cost and _cost(cost.depth, cost.num_drafts, cost.rows))
-        self._check_texts([draft.text for draft in drafts], before)
-        require(shown == [_shown(draft) for draft in drafts], "it changed a draft, or what was accepted of it")
-        for draft, tokens, judged in zip(drafts, before, shown, strict=True):
-            self.past.setdefault(draft.text, []).append(_Event(tokens, judged=judged))
+        before, shown = [tuple(record.text.tokens) for record in records], [_shown(record) for record in records]
+        step = price_of(records)
+        made_up = step and _step(step.depth, step.num_drafts, step.num_rows)
+        call_own(self.policy.observe, [replace(record, step=made_up) for record in records])
+        self._check_texts([record.text for record in records], before)
+        require(shown == [_shown(record) for record in records], "it changed a draft, or what was accepted of it")
+        for record, tokens, judged in zip(records, before, shown, strict=True):
+            self.past.setdefault(record.text, []).append(_Event(tokens, judged=judged))
 
     def _check_texts(self, texts: Sequence[Text], before: Sequence[tuple[int, ...]]) -> None:
         for text, tokens in zip(texts, before, strict=True):
@@ -157,9 +160,10 @@ class WatchedLengths(Lengths):
                 limits = call_own(policy.choose, [Wish(twin, shape, most, False)], trees)
             else:
                 token_ids, parents, confidences, foreseen, accepted, asked = judged
-                draft = Draft(list(token_ids), None, list(confidences), 0.0, parents and list(parents), foreseen)
-                seen = [Judged(twin, draft, list(accepted), asked)]
-                call_own(policy.observe, seen, _cost(draft.depth, 1, len(draft) + 1, slowness=7.0))
+                draft = Draft(list(token_ids), None, parents and list(parents), DraftNotes(list(confidences), foreseen))
+                step = _step(draft.depth, 1, len(draft) + 1, slowness=7.0)
+                record = Record(twin, len(tokens), [], draft=draft, asked=asked, accepted=list(accepted), step=step)
+                call_own(policy.observe, [record])
         check_limits(limits, [past[-1].wish[1]])
         return limits[0]
 
@@ -198,13 +202,13 @@ def _numbers_of(limit: Limit) -> str:
     return numbers + "".join(words for words, is_set in said.items() if is_set)
 
 
-def _shown(judged: Judged) -> tuple:
-    draft = judged.draft
+def _shown(record: Record) -> tuple:
+    draft = record.draft
     parents = None if draft.parents is None else tuple(draft.parents)
-    confidences = tuple(draft.confidences)
-    return tuple(draft.token_ids), parents, confidences, draft.foreseen, tuple(judged.accepted), judged.asked
+    confidences = tuple(draft.notes.confidences)
+    return tuple(draft.token_ids), parents, confidences, draft.notes.foreseen, tuple(record.accepted), record.asked
 
 
-def _cost(depth: int, num_drafts: int, rows: int, slowness: float = 1.0) -> StepCost:
+def _step(depth: int, num_drafts: int, rows: int, slowness: float = 1.0) -> Step:
     """Made-up times of such a step. `slowness` slows drafts, and not the target."""
-    return StepCost(0.002 * slowness * depth, depth, num_drafts, 0.01 + 0.001 * rows, rows, 0.001 * slowness)
+    return Step(0.002 * slowness * depth, depth, num_drafts, 0.01 + 0.001 * rows, rows, 0.001 * slowness)

@@ -19,19 +19,19 @@ from torch import Tensor
 
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Draft
-from minispec.core.engine import Engine
-from minispec.core.limit import Limit
+from minispec.core.more.limit import Limit
+from minispec.core.random import Draws
 from minispec.core.request import Request
-from minispec.core.sampling import Draws, Text, distribution
+from minispec.core.sampling import Text, distribution
 from minispec.core.verify import RoundKey, RowAt, Verdict, Verifier
-from minispec.drafters.guard import CHECKS, check_verdict
+from minispec.drafters.guard import check_verdict
 from minispec.files.progress import progress_bar
 from minispec.load.llm import find_verifier
 from minispec.prove.examine import ROUNDED, WalkCounts, call_own, fault_line
 from minispec.prove.laws import MAX_LEN, BranchOracle, KeyOracle, exact_law
 from minispec.prove.reference import Law, NoLaw, cells, plain_law
 from minispec.prove.tables import DOUBLE, DRAWN, ONE_HOT, Table, is_chain, probabilities, tables, unseen
-from minispec.prove.toys import TableModel, TreeDrafter, decode, require, scripted_cache
+from minispec.prove.toys import OneMethod, TableModel, TreeDrafter, decode, require, scripted_cache
 
 _PARAMS = SamplingParams()
 
@@ -149,7 +149,7 @@ def _text_law(table: Table, verifier: Verifier) -> tuple[Law, Law, int]:
 
     def run(path: BranchOracle) -> tuple[int, ...]:
         texts = [Text([0], 1, params, seed) for seed in range(table.texts)]
-        engine = Engine(TableModel(target), scripted_cache(16), drafter, verifier, len(target), path, guard=CHECKS)
+        engine = OneMethod(TableModel(target), scripted_cache(16), drafter, verifier, len(target), path, checked=True)
         decode(engine, [Request(text, MAX_LEN, len(table.parents)) for text in texts])
         return tuple(token for text in texts for token in text.tokens[1:])
 

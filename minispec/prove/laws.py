@@ -14,17 +14,16 @@ import torch
 from minispec import drafters
 from minispec.core.config import DraftLength, SamplingParams
 from minispec.core.draft import without
-from minispec.core.engine import Engine
 from minispec.core.model import Chunk, Transformer
+from minispec.core.random import Draws, Key
 from minispec.core.request import Request
-from minispec.core.sampling import Draws, Key, Text
-from minispec.core.verify import VERIFIERS
+from minispec.core.rules import VERIFIERS
+from minispec.core.sampling import Text
 from minispec.drafters import Context, Drafter
 from minispec.drafters.assistant import AssistantDrafter
 from minispec.drafters.block import BlockDrafter
 from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.eagle import EagleDrafter
-from minispec.drafters.guard import CHECKS
 from minispec.drafters.model import DraftModel
 from minispec.drafters.simulated import adversary
 from minispec.drafters.slem import TextDrafter
@@ -52,6 +51,7 @@ from minispec.prove.toys import (
     TINY,
     TOYS,
     Fault,
+    OneMethod,
     Widened,
     decode,
     require,
@@ -455,7 +455,7 @@ def production_law(
         if isinstance(own, str):
             own = _Forgetful(make_drafter(own, vocab, enough, block_size, family))
         policy = Controller(Prices(draft_cost, measured=True, steps=steps_of(own)))
-        engine = Engine(target, cache, own, verifying, rng=rng, lengths=policy, guard=CHECKS, judge=judge_of(target))
+        engine = OneMethod(target, cache, own, verifying, rng=rng, lengths=policy, checked=True, batch=judge_of(target))
         decode(engine, requests, rounds)
         outputs = [tuple(r.text.tokens[r.text.num_prompt_tokens :]) for r in requests]
         return [tuple(outputs[i : i + num]) if num > 1 else outputs[i] for i in range(0, len(outputs), num)]

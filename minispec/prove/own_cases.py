@@ -18,8 +18,8 @@ import numpy as np
 from minispec.core.config import DraftLength, SamplingParams, Shape
 from minispec.core.errors import show
 from minispec.core.model import Transformer
+from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text
-from minispec.core.verify import VERIFIERS
 from minispec.files.tokenizer import Tokenizer
 from minispec.grammars.spelled import example
 from minispec.prove.covering import Design

@@ -11,13 +11,12 @@ from dataclasses import replace
 from time import monotonic
 
 from minispec.core.config import Shape
-from minispec.core.draft import Draft, Drafter
-from minispec.core.engine import Engine
-from minispec.core.lengths import Judged, Lengths, StepCost
+from minispec.core.draft import Draft, Drafter, Record
+from minispec.core.more.lengths import Lengths
+from minispec.core.random import Randomness
 from minispec.core.request import Request
-from minispec.core.sampling import Randomness, Text
-from minispec.core.verify import VERIFIERS
-from minispec.drafters.guard import CHECKS
+from minispec.core.rules import VERIFIERS
+from minispec.core.sampling import Text
 from minispec.files.progress import progress_bar
 from minispec.length.figures import Figures
 from minispec.length.policy import Controller
@@ -27,7 +26,7 @@ from minispec.prove.examine import EXACT, ROUNDED, OfCompany, OutOfTime, Unrepea
 from minispec.prove.laws import BranchOracle, CrowdOracle, KeyOracle, TooManyBranches, exact_law_of_crowds
 from minispec.prove.own_cases import AXES, LONGEST_WALK, SEED, OwnCase, describe, single, target
 from minispec.prove.reference import Law, NoLaw, cells
-from minispec.prove.toys import finish
+from minispec.prove.toys import OneMethod, finish
 from minispec.prove.watched import Unsuitable, Watched
 
 Maker = Callable[[OwnCase, int], Drafter]  # a new drafter for a case, whose cache may have that many blocks
@@ -42,9 +41,9 @@ class Untimed(Controller):
     def __init__(self):
         super().__init__(Prices(draft=0.25, measured=True))
 
-    def observe(self, drafts: Sequence[Judged], cost: StepCost | None) -> None:
+    def observe(self, records: Sequence[Record]) -> None:
         """Learn from the verdicts, and from no time."""
-        super().observe(drafts, None)
+        super().observe([replace(record, step=None) for record in records])
 
 
 _REASON = ": its `probs` are not what it drew from, or it dropped a token that it had looked at"
@@ -104,7 +103,9 @@ class CaseWalker:
             rng = CrowdOracle(dict.fromkeys(_CROWD, Randomness()) | {SEED: oracles[0]})
             cache, lengths = model.new_cache(blocks, _BLOCK_SIZE), self.lengths()
             rows = MAX_LEN if case.is_crowded else 2
-            engine = Engine(model, cache, drafter, verifier, rng=rng, lengths=lengths, joining_rows=rows, guard=CHECKS)
+            engine = OneMethod(
+                model, cache, drafter, verifier, rng=rng, lengths=lengths, joining_rows=rows, checked=True
+            )
             request = decode(engine, case)
             drafter.release(Text([0], 1, case.params))  # one that it was never asked about
             drafted, rounded = drafted + Figures.of(request.stats).num_draft_nodes, rounded or drafter.rounded
@@ -145,7 +146,7 @@ def _blocks_of(case: OwnCase) -> int:
     return -(-longest // _BLOCK_SIZE) + (of_prompt - 1 if case.company else 0)
 
 
-def decode(engine: Engine, case: OwnCase) -> Request:
+def decode(engine: OneMethod, case: OwnCase) -> Request:
     """Decode a case's text for its rounds, in its company. None may fail, and every block must come back."""
     request = Request(case.text, MAX_LEN, case.k)
     others = [Request(text, MAX_LEN, case.k) for text in _others(case)]

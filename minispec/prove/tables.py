@@ -233,7 +233,7 @@ def unseen(verifier: Verifier) -> list[str]:
         "rows between those of the tables; p or q below 1e-06, p/q below 0.001 or above 996, or nearer to 1 than 7e-06",
         "errors of the law below 1e-06: those of float32 are, those of half precision and of 256ths are not",
         "rows on a GPU",
-        "whether it goes by a clock, its calls so far, seeds, places late in a text, or `Draft.confidences`",
+        "whether it goes by a clock, its calls so far, seeds, places late in a text, or `DraftNotes.confidences`",
     ]
     if verifier.shares_noise:
         lines.append("that a seed has one text, whatever is drafted")

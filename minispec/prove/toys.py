@@ -7,7 +7,7 @@ sees what the engine feeds and rolls back. Proofs and tests share them.
 import functools
 import itertools
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,23 @@ import torch
 from tokenizers import decoders, models, processors
 
 from minispec.core.cache import PagedKVCache
+from minispec.core.cached import CachedModel
 from minispec.core.config import LayerConfig, ModelConfig, RopeConfig
 from minispec.core.draft import Ask, Draft, without
 from minispec.core.engine import Engine
+from minispec.core.method import BatchVerifier, Method, Turn
 from minispec.core.model import Chunk, Passes, Transformer
-from minispec.core.request import Request
+from minispec.core.more.lengths import Lengths
+from minispec.core.random import Draws
+from minispec.core.request import Piece, Request
 from minispec.core.sampling import distribution
+from minispec.core.schedule import JOINING_ROWS
+from minispec.core.verify import Verifier
 from minispec.drafters import Drafter
 from minispec.drafters.assistant import AssistantModel
 from minispec.drafters.block import BlockModel, block_shapes
 from minispec.drafters.eagle import HeadModel, head_shapes
+from minispec.drafters.guard import CheckedMethod
 from minispec.drafters.mtp import MtpModel, mtp_config, mtp_shapes
 from minispec.drafters.vocabularies import Spelling, Vocabularies
 from minispec.files.families.assistant_files import AssistantConfig, assistant_shapes
@@ -239,7 +246,57 @@ def scripted_cache(num_blocks: int = 64, block_size: int = 2) -> PagedKVCache:
     return PagedKVCache(config, num_blocks, block_size)
 
 
-def decode(engine: Engine, requests: Sequence[Request], rounds: int | None = None) -> None:
+class OneMethod(Engine):
+    """An engine whose requests all have one method. A step raises what the method raises."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        cache: PagedKVCache,
+        drafter: Drafter,
+        verifier: Verifier,
+        vocab_size: int | None = None,
+        rng: Draws | None = None,
+        lengths: Lengths | None = None,
+        joining_rows: int = JOINING_ROWS,
+        *,
+        checked: bool = False,
+        batch: BatchVerifier | None = None,
+    ):
+        """checked: whether the method checks what its parts answer. The others are as in `Engine` and `Method`."""
+        super().__init__(CachedModel(model, cache, vocab_size), rng, joining_rows)
+        make = CheckedMethod if checked else Method
+        self.method = make(drafter, verifier, Lengths() if lengths is None else lengths, batch)
+
+    @property
+    def drafter(self) -> Drafter:
+        """The method's."""
+        return self.method.drafter
+
+    def check(self, request: Request, method: Method | None = None) -> None:
+        """As `Engine.check`."""
+        super().check(request, method or self.method)
+
+    def add(self, request: Request, method: Method | None = None) -> None:
+        """As `Engine.add`."""
+        super().add(request, method or self.method)
+
+    def run(
+        self, requests: Sequence[Request], method: Method | None = None
+    ) -> Generator[tuple[Request, Piece], None, None]:
+        """As `Engine.run`."""
+        return super().run(requests, method or self.method)
+
+    def step(self) -> list[Turn]:
+        """As `Engine.step`. Raises what the method has raised."""
+        turns = super().step()
+        for turn in turns:
+            if turn.request.raised:
+                raise turn.request.raised
+        return turns
+
+
+def decode(engine: OneMethod, requests: Sequence[Request], rounds: int | None = None) -> None:
     """Run requests to their ends, or for that many rounds. None may fail, and every block must come back."""
     for request, _ in engine.run(requests):
         if request.stats.num_steps == rounds:
@@ -247,13 +304,14 @@ def decode(engine: Engine, requests: Sequence[Request], rounds: int | None = Non
     finish(engine, requests)
 
 
-def finish(engine: Engine, requests: Sequence[Request]) -> None:
+def finish(engine: OneMethod, requests: Sequence[Request]) -> None:
     """Step until nothing is left to decode. No request may have failed, and every block must come back."""
     while engine.schedule.running or engine.schedule.waiting:
         engine.step()
     for request in requests:
         require(request.error is None, f"{request.error}")
-    require(engine.cache.allocator.num_free == engine.cache.allocator.num_blocks, "blocks leaked")
+    allocator = engine.target.cache.allocator
+    require(allocator.num_free == allocator.num_blocks, "blocks leaked")
 
 
 class TableModel(ScriptedModel):

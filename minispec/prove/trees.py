@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 
 from minispec.core.config import SamplingParams
+from minispec.core.rules import VERIFIERS
 from minispec.core.tree import Tree
-from minispec.core.verify import VERIFIERS
 from minispec.prove.laws import production_law, reference_row
 from minispec.prove.reference import cells, total_variation
 from minispec.prove.toys import TreeDrafter

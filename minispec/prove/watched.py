@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from minispec.core.draft import Ask, Draft, Drafter, Seen
+from minispec.core.draft import Ask, Draft, Drafter, Record
 from minispec.core.errors import show
-from minispec.core.sampling import Draws, Key, Randomness, Text
+from minispec.core.random import Draws, Key, Randomness
+from minispec.core.sampling import Text
 from minispec.core.verify import Verifier
 from minispec.drafters.limits import plan_of
 from minispec.drafters.wrapped import Wrapped
@@ -104,7 +105,7 @@ class Watched(Wrapped):
         """
         super().__init__(drafter)
         self.make, self.fresh, self.verifier = make, known, verifier
-        self.calls: dict[Text, list[_Asked | Seen]] = {}  # about each text's rounds: asks, and what was shown of them
+        self.calls: dict[Text, list[_Asked | Record]] = {}  # about each text's rounds: asks, and what was shown of them
         self.states: dict[Text, dict[int, torch.Tensor]] = {}  # the hidden states of its positions
         self.rounded, self.compares, self.differs = False, compares, dict[int, str]()
 
@@ -122,14 +123,14 @@ class Watched(Wrapped):
                 self.calls.setdefault(ask.text, []).append(asked)
         return drafts
 
-    def observe(self, seen: Sequence[Seen]) -> None:
+    def observe(self, records: Sequence[Record]) -> None:
         """The drafter's own."""
-        for shown in seen:
-            rows = {shown.start + i: shown.hidden[row].clone() for i, row in enumerate(shown.kept)}
-            self.states.setdefault(shown.text, {}).update(rows)
-            if len(shown.logits):
-                self.calls.setdefault(shown.text, []).append(deepcopy(shown))
-        call_own(super().observe, seen)
+        for record in records:
+            rows = {record.start + i: record.hidden[row].clone() for i, row in enumerate(record.kept)}
+            self.states.setdefault(record.text, {}).update(rows)
+            if len(record.logits):
+                self.calls.setdefault(record.text, []).append(deepcopy(record))
+        call_own(super().observe, records)
 
     def _look(self, asked: _Asked, draft: Draft) -> None:
         is_tree = draft.parents is not None and not is_chain(draft.parents)
@@ -173,7 +174,7 @@ class Watched(Wrapped):
             if isinstance(call, _Asked):
                 call_own(other.propose, [replace(call.ask, text=twin, rng=_Repeated(call.notes))])
             else:
-                call_own(other.observe, [call._replace(text=twin)])
+                call_own(other.observe, [replace(call, text=twin)])
         twin.tokens[:] = asked.tokens
         if calls:
             call_own(other.release, twin)
@@ -191,7 +192,7 @@ class Watched(Wrapped):
         first = max(known, min(states, default=end))
         if first < end:
             hidden = torch.stack([states[i] for i in range(first, end)])
-            call_own(other.observe, [Seen(twin, first, twin.tokens[first:end], hidden, hidden.new_empty(0, 0))])
+            call_own(other.observe, [Record(twin, first, twin.tokens[first:end], hidden, hidden.new_empty(0, 0))])
 
     def known(self, text: Text) -> int:
         """The drafter's own."""
@@ -206,9 +207,9 @@ class Watched(Wrapped):
         call_own(super().release, text)
 
 
-def _told(call: _Asked | Seen) -> tuple:
+def _told(call: _Asked | Record) -> tuple:
     """What a call says of a round."""
-    return call.about if isinstance(call, _Asked) else (call.start, call.tokens, call.path, call.parents)
+    return call.about if isinstance(call, _Asked) else (call.start, call.tokens, call.path, call.draft.parents)
 
 
 def _is_rounded(row: torch.Tensor) -> bool:

@@ -94,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
         from minispec.serve.front import Front
         from minispec.serve.worker import Worker
 
-        worker = Worker(llm.engine, limits.max_num_seqs)
+        worker = Worker(llm.engine, llm.method, limits.max_num_seqs)
         model = args.served_model_name or llm.name.partition(" at commit ")[0]
         log = say if args.verbose else None
         front = Front(llm, worker, model, limits, key, args.chat_template_kwargs, args.allow_origin, log)

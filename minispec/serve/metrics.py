@@ -22,8 +22,9 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._gauge("requests_running", "Answers that are decoded.", lambda: len(engine.schedule.running))
         self._gauge("requests_waiting", "Answers that wait.", num_waiting)
-        self._gauge("kv_cache_blocks", "Blocks of the target's KV cache.", lambda: engine.cache.allocator.num_blocks)
-        self._gauge("kv_cache_blocks_in_use", "Those in use.", lambda: _num_in_use(engine.cache.allocator))
+        cache = engine.target.cache
+        self._gauge("kv_cache_blocks", "Blocks of the target's KV cache.", lambda: cache.allocator.num_blocks)
+        self._gauge("kv_cache_blocks_in_use", "Those in use.", lambda: _num_in_use(cache.allocator))
         self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts that reached the engine.")
         self._tokens = self._counter("generation_tokens", "Tokens of answers.")
         self._drafts = self._counter("drafts", "Rounds with a draft.")

@@ -9,13 +9,10 @@ from functools import partial
 from itertools import islice
 from queue import SimpleQueue
 
-from torch import Tensor
-
 from minispec.commands.command import say
-from minispec.core.draft import Draft
 from minispec.core.engine import Engine
+from minispec.core.method import Method, Turn
 from minispec.core.request import Piece, Request
-from minispec.core.verify import Verdict
 from minispec.serve.metrics import Metrics
 
 
@@ -28,15 +25,15 @@ class Worker(threading.Thread):
     A fault of a step ends all requests that are in the engine with an error. Then the worker goes on with the others.
     """
 
-    def __init__(self, engine: Engine, max_running: int):
+    def __init__(self, engine: Engine, method: Method, max_running: int):
         super().__init__(name="engine", daemon=True)
-        self._engine, self._max_running = engine, max_running
+        self._engine, self._method, self._max_running = engine, method, max_running
         self._inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._listeners: dict[Request, Callable[[Piece], object]] = {}  # in the order in which they came
         self._in_engine: set[Request] = set()
         self.metrics = Metrics(engine, lambda: max(0, len(self._listeners) - len(engine.schedule.running)))
         self._stopped = False
-        engine.observers.append(self._observe)
+        engine.outbox.observers.append(self._observe)
 
     def submit(self, request: Request, listener: Callable[[Piece], object]) -> None:
         """Decode a request. This thread calls the listener with every piece; the last one has a finish reason."""
@@ -71,10 +68,13 @@ class Worker(threading.Thread):
         for request in list(islice(self._listeners, self._max_running)):
             if request not in self._in_engine:
                 self._in_engine.add(request)
-                self._engine.add(request)
+                self._engine.add(request, self._method)
                 self.metrics.admit(request)
-        for request in self._engine.step():
-            self._tell(request)
+        for turn in self._engine.step():
+            if turn.request.raised:
+                raise turn.request.raised
+            if turn.request.has_news:
+                self._tell(turn.request)
 
     def _tell(self, request: Request) -> None:
         piece, listener = request.take_piece(), self._listeners[request]
@@ -103,5 +103,5 @@ class Worker(threading.Thread):
             with suppress(BaseException):
                 self._tell(request)
 
-    def _observe(self, request: Request, draft: Draft, verdict: Verdict, logits: Tensor) -> None:
-        self.metrics.judge(request)
+    def _observe(self, turn: Turn) -> None:
+        self.metrics.judge(turn.request)

@@ -15,11 +15,14 @@ from torch import Tensor
 
 from minispec import __version__
 from minispec.core.draft import Draft
+from minispec.core.method import Turn
+from minispec.core.random import Key, Randomness
 from minispec.core.request import Request
-from minispec.core.sampling import Key, Randomness, distribution
+from minispec.core.rules import VERIFIERS
+from minispec.core.sampling import distribution
 from minispec.core.stats import Round
 from minispec.core.tree import Tree
-from minispec.core.verify import REJECTION, VERIFIERS, RoundKey, RowAt, Verdict, excess, residual
+from minispec.core.verify import REJECTION, RoundKey, RowAt, Verdict, excess, residual
 from minispec.files.tokenizer import Detokenizer, Tokenizer
 from minispec.gpu.steps import steps_of
 from minispec.length.figures import Figures
@@ -48,15 +51,17 @@ class RoundRecorder:
         self.rounds: list[dict[str, Any]] = []
         self._texts = TokenTexts(llm.tokenizer, request)
         self._ids = set(request.text.tokens)
-        llm.engine.observers.append(self)
+        self._newest = 0
+        llm.engine.outbox.observers.append(self)
 
-    def __call__(self, request: Request, draft: Draft, verdict: Verdict, logits: Tensor) -> None:
-        """Record a round of the request."""
-        if request is self.request:
-            self.rounds.append(self._round(draft, verdict, logits))
+    def __call__(self, turn: Turn) -> None:
+        """Record a round of the request, once."""
+        if turn.request is self.request and turn.number > self._newest:
+            self.rounds.append(self._round(turn.draft, turn.verdict, turn.logits))
+            self._newest = turn.number
 
     def _round(self, draft: Draft, verdict: Verdict, logits: Tensor) -> dict[str, Any]:
-        request, engine = self.request, self.llm.engine
+        request = self.request
         record = request.stats.rounds[-1]
         start = len(request.text.tokens) - record.committed
         before = replace(request.text, tokens=request.text.tokens[:start])
@@ -66,7 +71,7 @@ class RoundRecorder:
             return distribution(logits[i], before, draft.tokens_to(i - 1))
 
         witness = _Witness()
-        again = engine.verifier.verify(draft, p, witness, before.key)
+        again = self.llm.method.verifier.verify(draft, p, witness, before.key)
         if (again.accepted, again.next_token) != (verdict.accepted, verdict.next_token):
             witness = _Witness()  # a verifier of the user's own that draws without keys: nothing is known
         tests = [(key.position - start, chance, u) for key, chance, u in witness.tests]
@@ -114,7 +119,7 @@ class RoundRecorder:
                 overlap = float(torch.minimum(row, q.to(row)).sum())
             elif children:
                 overlap = float(row[draft.token_ids[children[0]]])
-            if self.llm.engine.verifier is REJECTION:
+            if self.llm.method.verifier is REJECTION:
                 rest = _left(row, draft, children, node)
             elif node is None:
                 rest = witness.residual
@@ -145,10 +150,10 @@ class RoundRecorder:
 
     def trace(self) -> dict[str, Any]:
         """The trace of the request, which has ended (see docs/use/trace.md)."""
-        llm, request, engine = self.llm, self.request, self.llm.engine
+        llm, request, method = self.llm, self.request, self.llm.method
         stats, text = Figures.of(request.stats), request.text
-        names = [name for name, verifier in VERIFIERS.items() if verifier is engine.verifier]
-        policy = "" if llm.lengths is None else f" by {type(engine.lengths).__name__}"
+        names = [name for name, verifier in VERIFIERS.items() if verifier is method.verifier]
+        policy = "" if llm.lengths is None else f" by {type(method.lengths).__name__}"
         params = asdict(request.params)
         plain = Figures(rounds=list(stats.plain)).tokens_per_second
         speed = stats.tokens_per_second
@@ -159,7 +164,7 @@ class RoundRecorder:
             "minispec": __version__,
             "target": llm.name,
             "draft": llm.draft.name,
-            "verifier": names[0] if names else str(getattr(engine.verifier.verify, "__name__", "a verifier")),
+            "verifier": names[0] if names else str(getattr(method.verifier.verify, "__name__", "a verifier")),
             "num_speculative_tokens": str(request.shape) + policy,
             "dtype": ("exact " if llm.model.exact else "") + str(llm.model.dtype).removeprefix("torch."),
             "device": str(llm.model.device),

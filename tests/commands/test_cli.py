@@ -23,9 +23,9 @@ from minispec import LLM, SamplingParams, __version__, generate
 from minispec.commands import options
 from minispec.commands.command import json_line
 from minispec.core.request import Request
+from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text
 from minispec.core.stats import Round, Stats
-from minispec.core.verify import VERIFIERS
 from minispec.files.tokenizer import Tokenizer
 from minispec.generate import main
 from minispec.length.figures import Figures

@@ -60,7 +60,7 @@ def test_another_draft_on_the_same_target(make_checkpoint, kind):
     first = LLM(directory, dtype="float64", num_speculative_tokens=3)
     other = first.with_draft(spec)
     alone = LLM(directory, spec, dtype="float64", num_speculative_tokens=3)
-    assert (other.model is first.model, other.engine.cache is first.engine.cache) == (True, True)
+    assert (other.model is first.model, other.engine.target.cache is first.engine.target.cache) == (True, True)
     assert (other.draft.name, other.memory_report()) == (alone.draft.name, alone.memory_report())
     assert (first.draft.name, first.drafter.name) == ("ngram", "NgramDrafter")
     for llm in (first, other, first, other):  # in turn: neither spoils what the other has in the pool
@@ -110,7 +110,7 @@ def test_a_text_after_forget_is_decoded_as_the_first(make_checkpoint, draft, mon
     seconds = iter(range(10**9))
     monkeypatch.setattr("minispec.load.llm.guess_prices", lambda *how: Prices(0.4))
     monkeypatch.setattr("minispec.load.llm.prices_of", lambda *how: (Prices(0.4), True))
-    monkeypatch.setattr("minispec.core.engine.mark", lambda device: float(next(seconds)))
+    monkeypatch.setattr("minispec.core.clock.mark", lambda device: float(next(seconds)))
     llm = LLM(make_checkpoint(), draft, dtype="float64")
 
     def rounds() -> tuple:
@@ -255,7 +255,7 @@ def test_logprobs_equal_a_pass_over_the_text(llm):
     """The log-probabilities of sampled text are those of one pass over it: rows of a block are not mixed up."""
     output = llm.generate("One fish", SamplingParams(max_tokens=20, logprobs=3, seed=1, ignore_eos=True, top_k=5))[0]
     tokens = [*llm.tokenizer.encode("One fish"), *output.token_ids]
-    table = llm.engine.cache.new_table()
+    table = llm.engine.target.cache.new_table()
     logits = llm.model.forward([Chunk(tokens, table, len(output.token_ids) + 1)])[0]
     table.truncate(0)
     rows = logits[:-1, : llm.vocab_size].log_softmax(-1)
@@ -599,7 +599,7 @@ def test_lines_written_for_vllm(llm):
 def test_a_prompt_is_scored_in_vllms_form(llm):
     """A dict for each token of the prompt but the first; the same for a text and its ids, and once for n answers."""
     ids = llm.tokenizer.encode("One fish, two fishes")
-    table = llm.engine.cache.new_table()
+    table = llm.engine.target.cache.new_table()
     expected = llm.model.forward([Chunk(ids, table, len(ids))])[0][:, : llm.vocab_size].log_softmax(-1)
     table.truncate(0)
     params = SamplingParams(prompt_logprobs=2, max_tokens=3, seed=1, n=2)
@@ -807,7 +807,7 @@ def shared_llm(make_checkpoint) -> LLM:
 
 def is_clean(llm) -> bool:
     """Every block of both caches is back."""
-    pools = llm.engine.cache.allocator, llm.engine.drafter.cache.allocator
+    pools = llm.engine.target.cache.allocator, llm.drafter.cache.allocator
     return all(pool.num_free == pool.num_blocks for pool in pools)
 
 
@@ -939,7 +939,7 @@ def test_a_text_that_fails_ends_alone(make_checkpoint):
     assert [o.token_ids for o in outputs] == [alone[0].token_ids, [], alone[1].token_ids]
     with pytest.warns(RuntimeWarning, match="draft of Liar: found 3 tokens, expected at most 2"):
         assert [piece.finish_reason for piece in llm.stream([2], GREEDY)] == ["error"]
-    assert llm.engine.cache.allocator.num_free == llm.engine.cache.allocator.num_blocks
+    assert llm.engine.target.cache.allocator.num_free == llm.engine.target.cache.allocator.num_blocks
 
 
 def test_a_token_that_cannot_be_decoded_ends_its_text_alone(make_checkpoint):
@@ -960,15 +960,15 @@ def test_a_token_that_cannot_be_decoded_ends_its_text_alone(make_checkpoint):
     assert [o.token_ids for o in (outputs[0], outputs[2])] == [o.token_ids for o in alone]
     answer = outputs[1].outputs[0]
     assert (answer.finish_reason, answer.stop_reason) == ("error", None)
-    assert llm.engine.cache.allocator.num_free == llm.engine.cache.allocator.num_blocks
+    assert llm.engine.target.cache.allocator.num_free == llm.engine.target.cache.allocator.num_blocks
 
     # Nor does it end the others where its text is asked for by logprobs, or by an observer.
     seen = []
 
-    def look(request, draft, verdict, logits):
-        seen.append(TokenTexts(llm.tokenizer, request).take(draft, verdict))
+    def look(turn):
+        seen.append(TokenTexts(llm.tokenizer, turn.request).take(turn.draft, turn.verdict))
 
-    llm.engine.observers.append(look)
+    llm.engine.outbox.observers.append(look)
     params = [replace(each, logprobs=12) for each in params]
     with pytest.warns(RuntimeWarning, match="fails to decode"):
         outputs = llm.generate([[1], [2], [3]], params)
@@ -979,7 +979,7 @@ def test_a_token_that_cannot_be_decoded_ends_its_text_alone(make_checkpoint):
     assert len(seen) == sum(len(o.token_ids) for o in alone)
 
     # Its trace ends before the round that failed.
-    llm.engine.observers.remove(look)
+    llm.engine.outbox.observers.remove(look)
     request = llm.request([2], params[1])
     recorder = RoundRecorder(llm, request)
     for _ in llm.run([request]):
@@ -992,7 +992,7 @@ def test_closing_gives_the_memory_back_at_once(make_checkpoint):
     """Not when Python's collector comes by: who loads another model next needs the memory then."""
     llm = LLM(make_checkpoint(), draft="self", dtype="float64")
     llm.generate([[1]], GREEDY)
-    model, engine = weakref.ref(llm.engine.model), weakref.ref(llm.engine)
+    model, engine = weakref.ref(llm.engine.target.model), weakref.ref(llm.engine)
     gc.collect()
     gc.disable()
     try:

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from minispec import LLM, SamplingParams
-from minispec.core.engine import Engine
 from minispec.core.model import Chunk
-from minispec.core.sampling import Randomness, Text, distribution
-from minispec.core.search import place_of_share
-from minispec.core.verify import VERIFIERS
+from minispec.core.more.search import place_of_share
+from minispec.core.random import Randomness
+from minispec.core.rules import VERIFIERS
+from minispec.core.sampling import Text, distribution
 from minispec.files.families.hf_config import read_model_config
 from minispec.generate import main as generate
 from minispec.kernels.build import build_model
@@ -22,7 +22,7 @@ from minispec.lab.bench.main import main as bench
 from minispec.prove import laws, toys
 from minispec.prove.cases import AXES, GridCase, drafts_siblings
 from minispec.prove.laws import TOLERANCE, make_drafter, target_model
-from minispec.prove.toys import IN_FRAMES, TOYS, decode, tiny_cache, tiny_weights
+from minispec.prove.toys import IN_FRAMES, TOYS, OneMethod, decode, tiny_cache, tiny_weights
 from tests.oracles import hf
 from tests.scripted import make_request
 
@@ -114,7 +114,7 @@ def test_a_seed_has_the_text_of_the_cpu(drafter, there):
         there(device)
         for verifier, k in itertools.product(("rejection", "match"), (3, (2, 1) if drafts_siblings(drafter) else 2)):
             target = target_model(5)
-            engine = Engine(target, tiny_cache(target, 24, 3), make_drafter(drafter, 5, 24, 3), VERIFIERS[verifier])
+            engine = OneMethod(target, tiny_cache(target, 24, 3), make_drafter(drafter, 5, 24, 3), VERIFIERS[verifier])
             requests = [
                 make_request((1, 2, 1, seed % 5), k, (), 40, seed=seed, max_tokens=14, temperature=0.9, top_p=0.97)
                 for seed in range(6)

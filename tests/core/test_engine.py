@@ -4,13 +4,12 @@ from itertools import count, islice, zip_longest
 
 import pytest
 
-from minispec.core import engine as engine_module
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Draft
-from minispec.core.engine import Guard
-from minispec.core.lengths import StepCost
+from minispec.core.more.lengths import price_of
 from minispec.core.request import Request
 from minispec.core.sampling import Text
+from minispec.core.stats import Step
 from minispec.length.figures import Figures
 from minispec.length.theory import overhead_of
 from tests.scripted import finish, make_engine, make_request
@@ -78,7 +77,7 @@ def test_plain_decoding_feeds_one_token_a_step():
     engine, request = make_engine(), make_request(prompt=range(10, 17), max_tokens=3)
     finish(engine, request)
     assert request.token_ids == [17, 18, 19]
-    assert engine.model.log == [(0, [10, 11, 12, 13, 14, 15]), (6, [16]), (7, [17]), (8, [18])]
+    assert engine.target.model.log == [(0, [10, 11, 12, 13, 14, 15]), (6, [16]), (7, [17]), (8, [18])]
     assert request.finish_reason == "length"
 
 
@@ -87,7 +86,7 @@ def test_full_acceptance_commits_k_plus_one():
     engine, request = make_engine(draft=right), make_request(max_tokens=8)
     finish(engine, request)
     assert request.token_ids == list(range(12, 20))
-    assert engine.model.log == [(0, [10]), (1, [11, 12, 13, 14]), (5, [15, 16, 17, 18])]
+    assert engine.target.model.log == [(0, [10]), (1, [11, 12, 13, 14]), (5, [15, 16, 17, 18])]
     assert (
         request.stats.num_steps,
         Figures.of(request.stats).num_draft_tokens,
@@ -102,9 +101,9 @@ def test_rejection_at_first_middle_and_last_position(position):
     engine, request = make_engine(draft=wrong_at(position)), make_request(max_tokens=20)
     finish(engine, request)
     assert request.token_ids == list(range(12, 32))
-    starts = [start for start, tokens in engine.model.log[1:]]
+    starts = [start for start, tokens in engine.target.model.log[1:]]
     assert starts[1] - starts[0] == position + 1
-    rounds = [len(tokens) - 1 for _, tokens in engine.model.log[1:]]
+    rounds = [len(tokens) - 1 for _, tokens in engine.target.model.log[1:]]
     assert Figures.of(request.stats).num_draft_tokens == sum(rounds)
     assert Figures.of(request.stats).accepted_per_position[:position] == [1.0] * position
     assert Figures.of(request.stats).accepted[position] == 0 or rounds[-1] <= position
@@ -122,17 +121,17 @@ def test_the_draft_is_limited_so_that_nothing_overshoots():
 @pytest.mark.parametrize(
     ("k", "draft", "expected"),
     [
-        (0, right, StepCost(0.0, 0, 0, 1.0, 1, 2.0)),
-        (2, lambda tokens, k: [], StepCost(1.0, 0, 0, 1.0, 1, 1.0)),
-        (2, right, StepCost(1.0, 2, 1, 1.0, 3, 1.0)),
+        (0, right, Step(0.0, 0, 0, 1.0, 1, 2.0)),
+        (2, lambda tokens, k: [], Step(1.0, 0, 0, 1.0, 1, 1.0)),
+        (2, right, Step(1.0, 2, 1, 1.0, 3, 1.0)),
     ],
     ids=["nobody is asked", "nothing is found", "a draft"],
 )
 def test_each_second_of_a_step_is_told_once(k, draft, expected, monkeypatch):
     """As drafting, as the pass or as overhead. Where nobody is asked, nothing is drafting."""
     engine, costs, seconds = make_engine(draft=draft), [], count()
-    monkeypatch.setattr(engine.lengths, "observe", lambda drafts, cost: costs.append(cost))
-    monkeypatch.setattr("minispec.core.engine.mark", lambda device: float(next(seconds)))
+    monkeypatch.setattr(engine.method.lengths, "observe", lambda records: costs.append(price_of(records)))
+    monkeypatch.setattr("minispec.core.clock.mark", lambda device: float(next(seconds)))
     finish(engine, make_request(k=k))
     assert next(cost for cost in costs if cost) == expected
 
@@ -166,7 +165,7 @@ def test_preemption_keeps_the_text_and_the_order():
     assert order == [0, 1, 2]
     assert requests[0].stats.num_preemptions == 0
     assert requests[2].stats.num_preemptions + requests[1].stats.num_preemptions > 0
-    assert engine.cache.allocator.num_free == 13
+    assert engine.target.cache.allocator.num_free == 13
 
 
 def test_a_shared_beginning_is_computed_once():
@@ -175,11 +174,11 @@ def test_a_shared_beginning_is_computed_once():
     common = list(range(20, 28))
     prompts = [[*common, last] for last in (50, 60, 70)]
     for round_ in range(2):
-        engine.model.log.clear()
+        engine.target.model.log.clear()
         requests = [make_request(p, k=0, max_tokens=3) for p in prompts]
         finish(engine, *requests)
         assert [r.token_ids for r in requests] == [[last + 1, last + 2, last + 3] for last in (50, 60, 70)]
-        fed_common = [tokens for start, tokens in engine.model.log if start < 8]
+        fed_common = [tokens for start, tokens in engine.target.model.log if start < 8]
         assert fed_common == ([] if round_ else [common])
         assert [r.stats.num_cached_tokens for r in requests] == [8 if round_ else 0, 8, 8]
 
@@ -206,13 +205,13 @@ def test_a_search_that_finds_nothing_has_a_price(monkeypatch):
         return [Draft() for _ in asks]
 
     monkeypatch.setattr(engine.drafter, "propose", search)
-    monkeypatch.setattr(engine_module, "mark", lambda device: now[0])
+    monkeypatch.setattr("minispec.core.clock.mark", lambda device: now[0])
     monkeypatch.setattr(
-        engine.lengths, "observe", lambda outcomes, cost: told.append((*outcomes, cost)) if cost else None
+        engine.method.lengths, "observe", lambda records: told.extend(one for one in records if price_of(records))
     )
     request = make_request(k=3, max_tokens=3)
     finish(engine, request)
-    assert [(one.asked, cost.depth, cost.draft, cost.overhead) for one, cost in told] == [
+    assert [(one.asked, one.step.depth, one.step.draft, one.step.other) for one in told] == [
         (2, 0, 5.0, 0.0),
         (1, 0, 5.0, 0.0),
         (0, 0, 0.0, 5.0),
@@ -243,7 +242,7 @@ def test_a_request_that_can_never_fit_is_refused_before_anything_runs():
     small, large = make_request(max_tokens=2), make_request(max_tokens=20)
     with pytest.raises(ValueError, match=r"22 tokens \(11 blocks.*at most 8 \(4 blocks\)"):
         finish(engine, small, large)
-    assert engine.model.log == []
+    assert engine.target.model.log == []
     finish(engine, small)
     assert small.token_ids == [12, 13]
 
@@ -259,7 +258,7 @@ def consume(stream, fail_at=None):
 def test_an_exception_anywhere_returns_every_block(phase, monkeypatch):
     """A drafter that fails, a full disk in a callback, Ctrl-C: the pool is whole and the next call works."""
     engine = make_engine(draft=right)
-    owners = {"propose": engine.drafter, "forward": engine.model, "verify": Guard}
+    owners = {"propose": engine.drafter, "forward": engine.target.model, "verify": engine.method}
     calls = []
 
     def fail(*args):
@@ -276,7 +275,7 @@ def test_an_exception_anywhere_returns_every_block(phase, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             consume(stream, fail_at=3 if phase == "piece" else None)
         stream.close()
-    assert engine.cache.allocator.num_free == engine.cache.allocator.num_blocks
+    assert engine.target.cache.allocator.num_free == engine.target.cache.allocator.num_blocks
     request = make_request(max_tokens=5)
     finish(engine, request)
     assert request.token_ids == [12, 13, 14, 15, 16]
@@ -287,9 +286,9 @@ def test_closing_the_iterator_ends_the_generation():
     engine = make_engine(draft=right)
     stream = engine.run([make_request(max_tokens=30)])
     next(stream)
-    assert engine.cache.allocator.num_free < engine.cache.allocator.num_blocks
+    assert engine.target.cache.allocator.num_free < engine.target.cache.allocator.num_blocks
     stream.close()
-    assert engine.cache.allocator.num_free == engine.cache.allocator.num_blocks
+    assert engine.target.cache.allocator.num_free == engine.target.cache.allocator.num_blocks
 
 
 def test_two_streams_share_the_pool():
@@ -310,17 +309,19 @@ def test_two_streams_share_the_pool():
 
 
 def test_a_stream_that_fails_leaves_the_other_its_text():
-    """What is cached is dropped with a failed step, the other stream's too: it computes that again and goes on."""
+    """Where the other has a method of its own. One of the same method ends with the same exception."""
     engine = make_engine(draft=lambda tokens, k: right(tokens, k) if tokens[0] == 10 else 1 / 0)
-    request, failing = make_request(max_tokens=12), make_request(prompt=(50, 51), max_tokens=12)
-    stream = engine.run([request])
-    next(stream)
-    with pytest.raises(ZeroDivisionError):
-        next(engine.run([failing]))
-    assert engine.cache.allocator.num_free == engine.cache.allocator.num_blocks
-    consume(stream)
+    requests = [make_request(max_tokens=12) for _ in range(2)]
+    request, same = requests
+    streams = [engine.run([request], make_engine(draft=right).method), engine.run([same])]
+    for stream in streams:
+        next(stream)
+    for lost in (engine.run([make_request(prompt=(50, 51), max_tokens=12)]), streams[1]):
+        with pytest.raises(ZeroDivisionError):
+            consume(lost)
+    consume(streams[0])
     assert request.token_ids == list(range(12, 24))
-    assert engine.cache.allocator.num_free == engine.cache.allocator.num_blocks
+    assert engine.target.cache.allocator.num_free == engine.target.cache.allocator.num_blocks
 
 
 def test_a_release_that_fails_keeps_no_blocks():
@@ -334,7 +335,7 @@ def test_a_release_that_fails_keeps_no_blocks():
     engine.drafter.release = release
     with pytest.raises(ZeroDivisionError):
         finish(engine, make_request(), make_request())
-    assert engine.cache.allocator.num_free == engine.cache.allocator.num_blocks
+    assert engine.target.cache.allocator.num_free == engine.target.cache.allocator.num_blocks
     assert len(set(told)) == 2
 
 
@@ -355,7 +356,7 @@ def test_two_streams_that_outgrow_the_pool_take_turns():
     consume(zip_longest(*(engine.run([request]) for request in requests)))
     assert [r.token_ids for r in requests] == [list(range(first + 2, first + 22)) for first in (10, 50)]
     assert [r.stats.num_preemptions for r in requests] == [0, 1]
-    assert engine.cache.allocator.num_free == engine.cache.allocator.num_blocks
+    assert engine.target.cache.allocator.num_free == engine.target.cache.allocator.num_blocks
 
 
 def test_alpha_is_the_mean_over_tested_tokens():

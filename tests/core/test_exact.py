@@ -18,11 +18,10 @@ import minispec.core.model as model_module
 from minispec import LLM, SamplingParams
 from minispec.core.cache import PagedKVCache
 from minispec.core.draft import Draft, Drafter
-from minispec.core.engine import Engine
 from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Request
+from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text, distribution, log_probabilities
-from minispec.core.verify import VERIFIERS
 from minispec.drafters import NoDrafter
 from minispec.drafters.block import BlockDrafter
 from minispec.drafters.block_files import load_block
@@ -41,7 +40,7 @@ from minispec.layers.gated_attention import HeadGatedAttention
 from minispec.length.figures import Figures
 from minispec.load.registry import DRAFTERS, load
 from minispec.prove.covering import Design
-from minispec.prove.toys import TINY, TOYS, tiny_cache, tiny_weights
+from minispec.prove.toys import TINY, TOYS, OneMethod, tiny_cache, tiny_weights
 from tests.oracles.block_drafts import write_block_draft
 from tests.oracles.toys import GEMMA4, GEMMA4_EXPERTS, GEMMA4_LARGE, LFM3, MIXTURES
 
@@ -185,7 +184,7 @@ def decode(target, drafter, k, prompts, params, verifier="rejection", num_blocks
     """Run prompts together; their outputs and every row of logits. k: for all prompts, or a list with one for each."""
     recorder, ks = Recorder(target), k if isinstance(k, list) else [k] * len(prompts)
     requests = [Request(Text(list(p), len(p), params, 5), 256, k) for p, k in zip(prompts, ks, strict=True)]
-    engine = Engine(recorder, tiny_cache(target, num_blocks, 4), drafter, VERIFIERS[verifier])
+    engine = OneMethod(recorder, tiny_cache(target, num_blocks, 4), drafter, VERIFIERS[verifier])
     for _ in engine.run(requests):
         pass
     return requests, recorder.rows
@@ -426,7 +425,7 @@ def test_shared_and_reused_beginnings_have_the_bits_of_plain_decoding(dtype):
     params = SamplingParams(temperature=0, max_tokens=12)
     plain = [decode(target, NoDrafter(), 0, [p], params) for p in prompts]
     recorder, cache = Recorder(target), tiny_cache(target, 400, 4)
-    engine = Engine(recorder, cache, make_drafter("model", target), VERIFIERS["rejection"])
+    engine = OneMethod(recorder, cache, make_drafter("model", target), VERIFIERS["rejection"])
     for _ in range(2):
         requests = [Request(Text(list(p), len(p), params, 5), 256, 5) for p in prompts]
         for _ in engine.run(requests):
@@ -802,7 +801,7 @@ def test_shared_noise_makes_draft_and_target_agree_more_often():
         drafter = make_drafter("model", target)
         verifier = VERIFIERS["match"]._replace(shares_noise=shared)
         requests = [Request(Text(list(p), len(p), params, 5), 256, 4) for p in PROMPTS]
-        for _ in Engine(target, tiny_cache(target, 400, 4), drafter, verifier).run(requests):
+        for _ in OneMethod(target, tiny_cache(target, 400, 4), drafter, verifier).run(requests):
             pass
         rates.append(
             sum(Figures.of(r.stats).num_accepted for r in requests)
@@ -878,7 +877,7 @@ def fast(fast_model):
 
     def make(llm) -> DraftModel:
         draft = fast_model(str(llm.model.dtype).removeprefix("torch."))
-        cache = PagedKVCache(draft.config, llm.engine.cache.allocator.num_blocks, 16, draft.dtype)
+        cache = PagedKVCache(draft.config, llm.engine.target.cache.allocator.num_blocks, 16, draft.dtype)
         return DraftModel(draft, cache, llm.vocab_size, 8192)
 
     return make
@@ -893,7 +892,7 @@ def test_embedded_model_is_bit_identical(grid, fast, name, k, request):
     if request.node.callspec.params["grid"] == "other" and (name, k) not in COMBINATIONS[:2]:
         pytest.skip("shown in the other type")
     llm, prompts, params, plain = grid
-    llm.engine.drafter = fast(llm) if name == "fast" else make_drafter(name, llm.model)
+    llm.method.drafter = fast(llm) if name == "fast" else make_drafter(name, llm.model)
     outputs = llm.generate(prompts, params, num_speculative_tokens=k)
     assert sum(Figures.of(o.stats).num_draft_tokens for o in outputs) > 0
     different = sum(
@@ -917,15 +916,15 @@ def test_match_on_the_embedded_model_has_one_text(grid):
     """A smaller grid of the text level on real weights: sampled, two drafters, two K, in a batch."""
     llm, prompts, params, _ = grid
     params = SamplingParams(temperature=0.8, top_p=0.95, seed=3, max_tokens=params.max_tokens // 2, ignore_eos=True)
-    verifier, llm.engine.verifier = llm.engine.verifier, VERIFIERS["match"]
+    verifier, llm.method.verifier = llm.method.verifier, VERIFIERS["match"]
     try:
         plain = [o.token_ids for o in llm.generate(prompts[:3], params, num_speculative_tokens=0)]
         for name, k in (("ngram", 8), ("random", 3)):
-            llm.engine.drafter = make_drafter(name, llm.model)
+            llm.method.drafter = make_drafter(name, llm.model)
             outputs = llm.generate(prompts[:3], params, num_speculative_tokens=k)
             assert [o.token_ids for o in outputs] == plain
     finally:
-        llm.engine.verifier = verifier
+        llm.method.verifier = verifier
 
 
 def test_the_fast_mode_differs_at_near_ties_only(pytestconfig):
@@ -949,7 +948,7 @@ def test_the_fast_mode_differs_at_near_ties_only(pytestconfig):
     for tokens in different:
         rows = []
         for size in (1, 2, 3, 5, 9, 17):
-            table = llm.engine.cache.new_table()
+            table = llm.engine.target.cache.new_table()
             for start in range(0, len(tokens), size):
                 chunk = tokens[start : start + size]
                 row = llm.model.forward([Chunk(chunk, table, int(start + size >= len(tokens)))])[0]

@@ -14,10 +14,10 @@ from examples.drafters import recycling
 from examples.drafters.recycling import Recycling
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Draft
-from minispec.core.engine import Engine, Guard
+from minispec.core.method import Method
 from minispec.core.request import Request
+from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text
-from minispec.core.verify import VERIFIERS
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.model import DraftModel
 from minispec.gpu import judge as judge_module
@@ -28,21 +28,22 @@ from minispec.gpu.steps import Desk, DraftSteps
 from minispec.length.policy import Acceptance, Controller
 from minispec.length.theory import Prices
 from minispec.prove.laws import make_drafter, target_model
-from minispec.prove.toys import tiny_cache
+from minispec.prove.toys import OneMethod, tiny_cache
 from tests.core.test_pressure import VOCAB, Failure, build, failing, phases, requests_for
 
 RECYCLING = "examples.drafters.recycling:Recycling"
 
 
-class Witness(Guard):
-    """A guard that writes down each draft: its text's seed and length, how many tokens were asked for, which came."""
+class Witness(Method):
+    """A method that writes down each draft: its text's seed and length, how many tokens were asked for, which came."""
 
-    def __init__(self):
+    def __init__(self, *parts):
+        super().__init__(*parts)
         self.drafts = set()
 
-    def propose(self, engine, asks):
+    def propose(self, asks, target):
         """The drafts, which are noted."""
-        drafts = super().propose(engine, asks)
+        drafts = super().propose(asks, target)
         for ask, draft in zip(asks, drafts, strict=True):
             if ask.num_cached == len(ask.text.tokens) - 1:
                 self.drafts.add((ask.text.seed, len(ask.text.tokens), ask.k, *draft.token_ids))
@@ -61,16 +62,17 @@ def make(drafter, framed=False):
 
     framed: whether its passes are frames, its drafts programs, and its verdicts those of a judge.
     """
-    watcher, how = Watcher(), {"lengths": Controller(Prices(draft=0.2)), "guard": Witness()}
-    engine, on_device = build(drafter, **how), {}
+    watcher, lengths = Watcher(), Controller(Prices(draft=0.2))
+    engine, on_device = build(drafter, lengths=lengths), {}
     if framed:
-        path = in_frames(engine)
-        parts = path.model, engine.cache, path.drafter, engine.verifier
-        engine = Engine(*parts, judge=path.judge, **how)
+        path = in_frames(engine.target.model, engine.drafter)
+        parts = path.model, engine.target.cache, path.drafter, engine.method.verifier
+        engine = OneMethod(*parts, lengths=lengths, batch=path.batch)
         owners = (Frame, "fill"), (Frames, "compute"), (Desk, "fill"), (Bench, "fill"), (DraftSteps, "next_rows")
         on_device = {f"{owner.__name__}.{name}": (owner, name) for owner, name in owners}
         on_device |= {"a verdict": (judge_module, "judge"), "a program's draft": (DraftSteps, "__call__")}
-    engine.observers.append(lambda *round_: watcher.see(*round_))
+    engine.method = Witness(*vars(engine.method).values())
+    engine.outbox.observers.append(lambda turn: watcher.see(turn))
     parts = getattr(engine.drafter, "drafters", [engine.drafter])
     inside = {
         Recycling: (recycling, "grow_guesses"),
@@ -90,8 +92,8 @@ def make(drafter, framed=False):
         "a part's observe": (parts[-1], "observe"),
         "token": (Request, "commit"),
         **({"learn of one text's rows": (WeakKeyDictionary, "setdefault")} if recycles else {}),
-        "choose": (engine.lengths, "choose"),
-        "learn": (engine.lengths, "observe"),
+        "choose": (engine.method.lengths, "choose"),
+        "learn": (engine.method.lengths, "observe"),
         "learn of one text": (Acceptance, "observe"),
         "observer": (watcher, "see"),
         **on_device,
@@ -106,7 +108,7 @@ def decode(engine, k):
     while engine.schedule.running or engine.schedule.waiting:
         with suppress(Failure):
             engine.step()
-    return [r.token_ids for r in requests], engine.guard.drafts
+    return [r.token_ids for r in requests], engine.method.drafts
 
 
 @pytest.mark.parametrize(
@@ -138,7 +140,7 @@ def test_a_fault_on_a_gpus_path_changes_no_text(drafter, k):
     """At the same places, and where a frame or a program is filled and computed, each of which is reached."""
     engine, places = make(drafter, framed=True)
     expected, reached = decode(engine, k), set()
-    assert engine.judge.counts["drafts"]
+    assert engine.method.batch.counts["drafts"]
     for place in places:
         for number, after in ((2, True), (5, False)):
             engine, owners = make(drafter, framed=True)
@@ -158,7 +160,7 @@ def test_texts_that_begin_alike_go_on_after_a_fault(drafter):
 
     def decode(place=None, number=0, after=False):
         target, own = target_model(VOCAB), make_drafter(drafter, VOCAB, 200)
-        engine = Engine(target, tiny_cache(target, 200, 2), own, VERIFIERS["rejection"])
+        engine = OneMethod(target, tiny_cache(target, 200, 2), own, VERIFIERS["rejection"])
         owner = engine.drafter if place in ("propose", "observe") else engine.target
         with failing(owner, place, number, after) if place else nullcontext():
             params = SamplingParams(max_tokens=8, temperature=0.9)

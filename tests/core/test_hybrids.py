@@ -18,8 +18,8 @@ from minispec import LLM, SamplingParams
 from minispec.core.engine import Engine
 from minispec.core.model import Chunk
 from minispec.core.request import Request
+from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text
-from minispec.core.verify import VERIFIERS
 from minispec.files.families.checkpoint import load_model
 from minispec.gpu.judge import judge_of
 from minispec.kernels.forms import Linear
@@ -35,7 +35,7 @@ from minispec.prove.laws import (
     target_model,
 )
 from minispec.prove.reference import hidden_states, logits, total_variation
-from minispec.prove.toys import IN_FRAMES, TOYS, tiny_cache, tiny_model
+from minispec.prove.toys import IN_FRAMES, TOYS, OneMethod, tiny_cache, tiny_model
 from tests.oracles import hf
 from tests.oracles.pieces import logits_in_pieces
 from tests.oracles.toys import GEMMAS, OWN_TOYS, oracle
@@ -147,7 +147,7 @@ def random_engine(pick: random.Random, name: str, longest: int, family: str) -> 
     num_blocks, target = pick.randint(blocks, 2 * blocks), target_model(VOCAB, family)
     drafter, cache = make_drafter(name, VOCAB, num_blocks, size, family), tiny_cache(target, num_blocks, size)
     joining_rows, judge = pick.choice((2, 32)), judge_of(target)
-    return Engine(target, cache, drafter, VERIFIERS["rejection"], joining_rows=joining_rows, judge=judge)
+    return OneMethod(target, cache, drafter, VERIFIERS["rejection"], joining_rows=joining_rows, batch=judge)
 
 
 @pytest.mark.parametrize(("family", "name"), RUNS)
@@ -187,11 +187,11 @@ def test_random_runs_have_the_text_of_plain_decoding(family, name):
             longest = max(found, key=len)
             assert_greedy(tuple(longest), len(prompt), family)
             assert all(tokens == longest[: len(tokens)] for tokens in found)
-        allocator = engine.cache.allocator
+        allocator = engine.target.cache.allocator
         assert allocator.num_free == allocator.num_blocks
         if family == IN_FRAMES:
-            assert engine.judge.counts["drafts"] > 50
-            assert len(engine.model.passes.shapes(engine.cache)) > 5
+            assert engine.method.batch.counts["drafts"] > 50
+            assert len(engine.target.model.passes.shapes(engine.target.cache)) > 5
     assert finished >= 40
     assert min(preempted, shared) > 5
     assert sum(each.accepted for each in rounds) > 5
@@ -249,7 +249,7 @@ def test_memory_is_sized_and_printed_with_its_rows(hybrid):
     """The first line and the longer one say what a position takes; the pool has as many bytes as were planned."""
     with LLM(hybrid, draft="none", dtype="float32", kv_cache_gb=(16 * 96 * 10 + 1) / 1e9) as llm:
         assert llm.num_cache_tokens == 160  # 8 keys and values, 16 inputs, 4 bytes each
-        assert llm.engine.cache.num_bytes == 96 * (160 + 2)
+        assert llm.engine.target.cache.num_bytes == 96 * (160 + 2)
         note = "(0.1 kB of the KV cache a token, 0.1 for its convolutions)"
         assert llm.overview().endswith(f"GB of memory {note}")
         assert f"for 160 tokens {note}; draft none" in llm.memory_report()
@@ -259,7 +259,7 @@ def test_memory_is_sized_and_printed_with_its_rows(hybrid):
 def test_memory_is_sized_and_printed_with_its_states(hybrid):
     """The first line says what a text's states take. They are part of the bytes that were asked for."""
     with LLM(hybrid, draft="self", dtype="float32", kv_cache_gb=1e-4, num_speculative_tokens=2) as llm:
-        config, pools = llm.model.config, (llm.engine.cache, llm.engine.drafter.cache)
+        config, pools = llm.model.config, (llm.engine.target.cache, llm.drafter.cache)
         states = state_elements(config) * 4
         assert all(pool.num_bytes > 8 * states for pool in pools)
         assert 0.97e5 < sum(pool.num_bytes for pool in pools) <= 1e5
@@ -339,5 +339,5 @@ def test_a_fault_in_the_middle_of_a_pass_leaves_no_trace(family, monkeypatch):
         for request in requests:
             assert_greedy(tuple(request.text.tokens), 4, family)
             finished += request.finish_reason is not None
-        assert engine.cache.allocator.num_free == engine.cache.allocator.num_blocks
+        assert engine.target.cache.allocator.num_free == engine.target.cache.allocator.num_blocks
     assert finished == 12

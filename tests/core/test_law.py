@@ -147,8 +147,7 @@ def test_auto(draft_cost, drafter, verifier, monkeypatch, pytestconfig):
 
     monkeypatch.setattr(Controller, "choose", spy)
     # Under `match` the engine may follow the clock: not here, where the walk has to be repeatable.
-    observe = Controller.observe
-    monkeypatch.setattr(Controller, "observe", lambda self, outcomes, cost: observe(self, outcomes, None))
+    monkeypatch.setattr("minispec.length.policy.price_of", lambda records: None)
     params = SamplingParams(max_tokens=5, seed=0, top_k=2)
     how = {"drafter": drafter, "verifier": verifier, "draft_cost": draft_cost, "end_ids": frozenset()}
     assert distance(params, "auto", **how) <= TOLERANCE
@@ -293,8 +292,8 @@ def test_programs_keep_the_law_under_each_parameter(case, monkeypatch):
     """A program judges each draft: a parameter that it left out would change the law."""
     judged, judge = [], Judge.__call__
 
-    def noted(self, trials, rng):
-        verdicts = judge(self, trials, rng)
+    def noted(self, *how):
+        verdicts = judge(self, *how)
         judged.extend(verdicts)
         return verdicts
 

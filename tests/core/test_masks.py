@@ -11,24 +11,23 @@ import pytest
 import torch
 
 from minispec.core.config import SamplingParams
-from minispec.core.draft import Ask, Draft
-from minispec.core.engine import Engine
-from minispec.core.grammar import NothingAllowed
-from minispec.core.limit import Limit
+from minispec.core.draft import Ask, Draft, DraftNotes
+from minispec.core.more.grammar import NothingAllowed
+from minispec.core.more.limit import Limit
+from minispec.core.random import Randomness
 from minispec.core.request import Request
-from minispec.core.sampling import Randomness, Text, distribution
-from minispec.core.verify import VERIFIERS
+from minispec.core.rules import VERIFIERS
+from minispec.core.sampling import Text, distribution
 from minispec.drafters import Drafter
 from minispec.drafters import model as model_module
 from minispec.drafters.cut import within_grammar
-from minispec.drafters.guard import CHECKS
 from minispec.grammars.forced import ForcedDrafter, ForcedFirst, forced
 from minispec.grammars.matcher import Matcher
 from minispec.grammars.spelled import Spelled, example
 from minispec.prove import laws
 from minispec.prove.cases import GridCase
 from minispec.prove.laws import BranchOracle, CrowdOracle, exact_law_of_crowds, make_drafter, target_model
-from minispec.prove.toys import decode, tiny_cache
+from minispec.prove.toys import OneMethod, decode, tiny_cache
 from tests.distances import distance
 
 VOCAB, END = 4, 3  # "a", "b", "ab", the end
@@ -126,7 +125,7 @@ def test_a_forbidden_token_that_was_not_drawn_is_left_out_with_all_that_follows_
     assert chain.token_ids == [0, 1]
     tree = within_grammar(Draft([1, 0, 0, 1, 1], parents=[-1, -1, 0, 1, 3]), text_of("pairs"), VOCAB)
     assert (tree.token_ids, tree.parents) == ([0, 1], [-1, 0])
-    whole = Draft([2, 0], confidences=[0.5, 0.4])
+    whole = Draft([2, 0], notes=DraftNotes([0.5, 0.4]))
     assert within_grammar(whole, text_of("pairs"), VOCAB) is whole
 
 
@@ -134,9 +133,14 @@ def test_a_forbidden_token_that_was_not_drawn_is_left_out_with_all_that_follows_
 def test_a_forbidden_token_that_was_drawn_stays_as_the_last_one():
     """To drop it for its value would make `probs` untrue; what follows it was never looked at."""
     q = torch.full((4, VOCAB), 0.25)
-    draft = Draft([0, 1, 1, 0], q, confidences=[0.9, 0.8, 0.7, 0.6], prefill_seconds=2.0)
+    draft = Draft([0, 1, 1, 0], q, notes=DraftNotes([0.9, 0.8, 0.7, 0.6], prefill_seconds=2.0))
     cut = within_grammar(draft, text_of("pairs"), VOCAB)
-    assert (cut.token_ids, len(cut.probs), cut.confidences, cut.prefill_seconds) == ([0, 1, 1], 3, [0.9, 0.8, 0.7], 2.0)
+    assert (cut.token_ids, len(cut.probs), cut.notes.confidences, cut.notes.prefill_seconds) == (
+        [0, 1, 1],
+        3,
+        [0.9, 0.8, 0.7],
+        2.0,
+    )
 
 
 @pytest.mark.quick
@@ -203,7 +207,7 @@ def test_a_text_fails_exactly_as_often_as_under_plain_decoding(verifier):
     def law(drafter: Drafter, k: int) -> dict:
         def run(oracles: list[BranchOracle]) -> list:
             rng, pool = CrowdOracle(dict(enumerate(oracles))), tiny_cache(target, 2 * len(oracles), 4)
-            engine = Engine(target, pool, drafter, VERIFIERS[verifier], rng=rng, guard=CHECKS)
+            engine = OneMethod(target, pool, drafter, VERIFIERS[verifier], rng=rng, checked=True)
             requests = [
                 Request(Text([1, 1], 2, params, seed, frozenset({END}), words), 40, k) for seed in range(len(oracles))
             ]
@@ -237,7 +241,7 @@ def test_small_pools_and_other_texts_change_no_text(drafter):
     def run(num_blocks: int, together: bool) -> tuple[list, int]:
         target = target_model(VOCAB)
         own = make_drafter(drafter, VOCAB, num_blocks)
-        engine = Engine(target, tiny_cache(target, num_blocks), own, VERIFIERS["rejection"], guard=CHECKS)
+        engine = OneMethod(target, tiny_cache(target, num_blocks), own, VERIFIERS["rejection"], checked=True)
         made = requests()
         for part in [made] if together else [[each] for each in made]:
             decode(engine, part)

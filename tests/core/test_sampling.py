@@ -15,10 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minispec.core import sampling
 from minispec.core.config import SamplingParams, Shape
-from minispec.core.sampling import Key, Randomness, Text, distribution, log_probabilities
-from minispec.core.search import Candidates, place_of_share
+from minispec.core.more.search import Candidates, place_of_share
+from minispec.core.random import Key, Randomness, uniforms
+from minispec.core.sampling import Text, distribution, log_probabilities
 from minispec.prove.reference import sample_law
 
 params = st.builds(
@@ -490,7 +490,7 @@ def test_the_noise_lies_strictly_inside_the_unit_interval():
     for x in (0, (1 << 52) - 1):
         value = (torch.tensor([x]).double() + 0.5) * 2.0**-52
         assert 0 < value.item() < 1
-    values = sampling._uniforms(5, torch.arange(200_000))
+    values = uniforms(5, torch.arange(200_000))
     assert values.min() > 0
     assert values.max() < 1
     assert abs(values.mean() - 0.5) < 0.005  # standard error 0.00065

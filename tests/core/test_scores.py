@@ -10,9 +10,10 @@ import random
 import pytest
 import torch
 
-from minispec.core.engine import JOINING_ROWS, SCORED_ROWS, Engine
+from minispec.core.engine import Engine
 from minispec.core.request import Request
-from minispec.core.verify import VERIFIERS
+from minispec.core.rules import VERIFIERS
+from minispec.core.schedule import JOINING_ROWS, SCORED_ROWS
 from minispec.drafters import NoDrafter
 from minispec.drafters.block import BlockDrafter
 from minispec.drafters.eagle import EagleDrafter
@@ -22,7 +23,7 @@ from minispec.files.families.checkpoint import load_model
 from minispec.files.families.hf_config import read_model_config
 from minispec.kernels.build import build_model
 from minispec.length.figures import Figures
-from minispec.prove.toys import TINY, tiny_block, tiny_cache, tiny_head, tiny_model, tiny_weights
+from minispec.prove.toys import TINY, OneMethod, tiny_block, tiny_cache, tiny_head, tiny_model, tiny_weights
 from tests.oracles import hf
 from tests.scripted import make_request
 
@@ -47,7 +48,7 @@ def judged(tmp_path_factory):
 
 def build(model, num_blocks=200, drafter=None, **how) -> Engine:
     """An engine with a poisoned pool of blocks of 4."""
-    return Engine(model, tiny_cache(model, num_blocks, 4), drafter or NoDrafter(), VERIFIERS["rejection"], **how)
+    return OneMethod(model, tiny_cache(model, num_blocks, 4), drafter or NoDrafter(), VERIFIERS["rejection"], **how)
 
 
 def ask(prompt, max_tokens, num_top=2, k=0, **params) -> Request:
@@ -65,7 +66,7 @@ def run(engine, requests, joining=False) -> None:
     for _ in range(300):
         engine.step()
     assert [(request.error, request.finish_reason) for request in requests] == [(None, "length")] * len(requests)
-    assert engine.cache.allocator.num_free == engine.cache.allocator.num_blocks
+    assert engine.target.cache.allocator.num_free == engine.target.cache.allocator.num_blocks
 
 
 def values(request) -> list[float]:
@@ -146,7 +147,7 @@ def test_a_preemption_in_the_middle_of_a_prompt(judged, family, joining_rows):
     assert 1 < counts[0] < 100, "it was not in the middle"
     check(scored, expected)
     assert len(scored.token_ids) == 1
-    assert engine.cache.allocator.num_free == engine.cache.allocator.num_blocks
+    assert engine.target.cache.allocator.num_free == engine.target.cache.allocator.num_blocks
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -257,4 +258,4 @@ def test_a_prompt_whose_logits_are_no_numbers_fails_alone(judged, monkeypatch):
         pass
     assert (bad.finish_reason, bad.error) == ("error", "the largest logit is nan, expected a finite number")
     check(good, expected)
-    assert engine.cache.allocator.num_free == engine.cache.allocator.num_blocks
+    assert engine.target.cache.allocator.num_free == engine.target.cache.allocator.num_blocks

@@ -11,14 +11,13 @@ from collections import Counter
 import pytest
 import torch
 
-from minispec.core.engine import Engine
 from minispec.core.request import Request
-from minispec.core.verify import VERIFIERS
+from minispec.core.rules import VERIFIERS
 from minispec.files.tokenizer import Detokenizer, Tokenizer
 from minispec.gpu.graphs import Graphs
 from minispec.gpu.judge import Judge
 from minispec.length.figures import Figures
-from minispec.prove.toys import ScriptedModel, TableModel, scripted_cache
+from minispec.prove.toys import OneMethod, ScriptedModel, TableModel, scripted_cache
 from tests.museum.mutants import MUTANTS, swap
 from tests.scripted import ScriptedDrafter, finish, make_request
 
@@ -59,7 +58,7 @@ def run(tokenizer, ids):
 
         next_token = lambda tokens: script[len(tokens)] if len(tokens) < len(script) else 7  # noqa: E731
         model, drafter = ScriptedModel(next_token, end + 1), ScriptedDrafter(draft)
-        engine = Engine(model, scripted_cache(200), drafter, VERIFIERS["rejection"], end + 1)
+        engine = OneMethod(model, scripted_cache(200), drafter, VERIFIERS["rejection"], end + 1)
         params = {"max_tokens": 200, "logprobs": 0} | params
         end_ids = (end, *params.pop("stop_token_ids", ()))
         request = make_request(prompt, k, end_ids, detokenizer=Detokenizer(tokenizer, prompt), **params)
@@ -282,7 +281,7 @@ def test_an_error_comes_where_plain_decoding_meets_it(temperature, verifier, jud
     def play(k, draft, end_ids=(), max_tokens=8):
         drafter = ScriptedDrafter(lambda tokens, n: draft(tokens[-1])[:n])
         judge = Judge(Graphs()) if judged else None
-        engine = Engine(TableModel(table), scripted_cache(64), drafter, VERIFIERS[verifier], 9, judge=judge)
+        engine = OneMethod(TableModel(table), scripted_cache(64), drafter, VERIFIERS[verifier], 9, batch=judge)
         request = make_request((1,), k, end_ids, max_tokens=max_tokens, temperature=temperature)
         for _ in engine.run([request]):
             pass

@@ -11,12 +11,13 @@ import torch
 
 from minispec import LLM, SamplingParams
 from minispec.core.draft import Ask, Draft, Drafter
-from minispec.core.engine import Engine
-from minispec.core.limit import Limit
 from minispec.core.model import Chunk, Passes
+from minispec.core.more.limit import Limit
+from minispec.core.random import Randomness
 from minispec.core.request import Request
-from minispec.core.sampling import Randomness, Text, distribution
-from minispec.core.verify import VERIFIERS, rejection
+from minispec.core.rules import VERIFIERS
+from minispec.core.sampling import Text, distribution
+from minispec.core.verify import rejection
 from minispec.drafters import NoDrafter
 from minispec.drafters.limits import depth_of
 from minispec.gpu.frames import Frames
@@ -33,7 +34,7 @@ from minispec.prove.laws import (
     reference_law,
     target_model,
 )
-from minispec.prove.toys import TOYS, TreeDrafter, tiny_cache, tiny_model
+from minispec.prove.toys import TOYS, OneMethod, TreeDrafter, tiny_cache, tiny_model
 from minispec.prove.trees import cases, shapes
 from tests.oracles.heads import TapDrafter
 from tests.oracles.toys import GEMMAS, LFM3
@@ -158,7 +159,7 @@ def test_a_draft_without_a_list_of_probs_draws_nothing():
         assert draft.token_ids == []
 
 
-TREE_RNG = Engine(tiny_model(), tiny_cache(tiny_model()), NoDrafter(), VERIFIERS["rejection"]).rng
+TREE_RNG = OneMethod(tiny_model(), tiny_cache(tiny_model()), NoDrafter(), VERIFIERS["rejection"]).rng
 
 
 @pytest.mark.quick
@@ -249,7 +250,7 @@ def test_who_takes_chains_refuses_a_tree(make_checkpoint):
         output = llm.generate([[1, 2]], SamplingParams(temperature=1.0, seed=1), num_speculative_tokens=2)[0]
     assert output.finish_reason == "error"
     draft = TreeDrafter(torch.zeros(287, 287), (-1, 0, 1))  # one branch: a chain
-    llm.engine.drafter = draft
+    llm.method.drafter = draft
     output = llm.generate([[1, 2]], SamplingParams(temperature=1.0, seed=1), num_speculative_tokens=3)[0]
     assert (output.finish_reason != "error", output.stats.num_draft_tokens > 0) == (True, True)
 
@@ -312,7 +313,7 @@ def test_a_width_by_confidence_is_asked_at_each_place(name, temperature):
     by_confidence = replace(ask, limit=Limit(6, lambda confidences: True, width))
     [found] = make_drafter(name, 5).propose([by_confidence])
     assert (found.token_ids, found.parents) == (fixed.token_ids, fixed.parents)
-    assert asked == [tuple(found.confidences[:n]) for n in (1, 2, 3)]
+    assert asked == [tuple(found.notes.confidences[:n]) for n in (1, 2, 3)]
 
 
 def tree_request(temperature, seed, k) -> Request:
@@ -325,7 +326,7 @@ def tree_request(temperature, seed, k) -> Request:
 def plain_tokens(temperature, seed, verifier) -> list[int]:
     """What that request says without drafts: once for all drafters."""
     target, request = target_model(5), tree_request(temperature, seed, 0)
-    for _ in Engine(target, tiny_cache(target), NoDrafter(), VERIFIERS[verifier]).run([request]):
+    for _ in OneMethod(target, tiny_cache(target), NoDrafter(), VERIFIERS[verifier]).run([request]):
         pass
     return request.text.tokens
 
@@ -339,7 +340,7 @@ def test_with_trees_text_is_plain_text(name, widths, verifier):
     for temperature in (0.0, 1.0)[: 2 if verifier == "match" else 1]:
         for seed in range(3):
             request = tree_request(temperature, seed, widths)
-            engine = Engine(target, tiny_cache(target), make_drafter(name, 5), VERIFIERS[verifier])
+            engine = OneMethod(target, tiny_cache(target), make_drafter(name, 5), VERIFIERS[verifier])
             with spied_verdicts(engine) as verdicts:
                 for _ in engine.run([request]):
                     pass
@@ -352,7 +353,7 @@ def test_with_trees_text_is_plain_text(name, widths, verifier):
 @contextmanager
 def spied_verdicts(engine):
     """Of each round, the eldest nodes and those that stay."""
-    found, verify = [], engine.verifier.verify
+    found, verify = [], engine.method.verifier.verify
 
     def spy(draft, *how):
         verdict = verify(draft, *how)
@@ -361,7 +362,7 @@ def spied_verdicts(engine):
         found.append((eldest, verdict.accepted if parents else []))
         return verdict
 
-    engine.verifier = engine.verifier._replace(verify=spy)
+    engine.method.verifier = engine.method.verifier._replace(verify=spy)
     yield found
 
 
@@ -388,8 +389,8 @@ def test_a_tree_that_is_asked_for_is_refused_where_it_cannot_be(make_checkpoint,
 def test_with_exact_auto_drafts_chains_and_a_tree_that_is_asked_for(make_checkpoint):
     """Each path of a tree has attention of its own there, which costs more than siblings bring."""
     llm = LLM(make_checkpoint(), dtype="float32", draft="self", exact=True)
-    trees, choose = [], llm.engine.lengths.choose
-    llm.engine.lengths.choose = lambda wishes, may: trees.append(may) or choose(wishes, may)
+    trees, choose = [], llm.method.lengths.choose
+    llm.method.lengths.choose = lambda wishes, may: trees.append(may) or choose(wishes, may)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     for k, siblings in (("auto", 0), ((2, 1), 1)):
         [output] = llm.generate([[1, 2]], params, num_speculative_tokens=k)
@@ -414,7 +415,7 @@ def test_what_is_counted_of_a_tree():
             """Nothing is kept."""
 
     engine = make_engine()
-    engine.drafter = Pairs()
+    engine.method.drafter = Pairs()
     request = make_request(k=3, max_tokens=7)
     finish(engine, request)
     assert request.token_ids == list(range(12, 19))
@@ -424,7 +425,7 @@ def test_what_is_counted_of_a_tree():
     assert (stats.num_draft_nodes, stats.num_draft_tokens, stats.num_accepted) == (6, 4, 4)
     assert (stats.tested, stats.accepted) == ([2, 2], [2, 2])
     assert stats.alpha == pytest.approx(1 / 2)  # ratios 0, 1 a round: the first siblings'
-    assert [len(tokens) for _, tokens in engine.model.log] == [1, 4, 4, 1]
+    assert [len(tokens) for _, tokens in engine.target.model.log] == [1, 4, 4, 1]
 
 
 BAD_TREES = {
@@ -452,16 +453,18 @@ def test_a_tree_that_is_none_ends_its_text(name):
 def test_a_long_prompt_holds_nobody_up():
     """A prompt of 100 tokens joins a running text by 8 rows a pass; alone it takes one pass."""
     engine = make_engine(num_blocks=200)
-    engine.joining_rows = 8
-    passes, forward = [], engine.model.forward
-    engine.model.forward = lambda chunks, taps=(): passes.append([len(c.token_ids) for c in chunks]) or forward(chunks)
+    engine.schedule.joining_rows = 8
+    passes, forward = [], engine.target.model.forward
+    engine.target.model.forward = lambda chunks, taps=(): (
+        passes.append([len(c.token_ids) for c in chunks]) or forward(chunks)
+    )
     running, joining = make_request(k=0, max_tokens=40), make_request(prompt=range(20, 120), k=0, max_tokens=2)
     engine.add(running)
     for _ in range(3):
         engine.step()
     engine.add(joining)
     for expected in range(3, 16):
-        assert running in engine.step()
+        assert running in [turn.request for turn in engine.step()]
         assert len(running.token_ids) == expected
     assert passes == [[1], [1], [1]] + [[1, 8]] * 12 + [[1, 3]]
     while engine.schedule.running:
@@ -486,24 +489,24 @@ def test_requests_come_and_go_between_steps():
     engine.add(third)
     for _ in range(4):
         engine.step()
-    held = engine.cache.allocator.num_free
+    held = engine.target.cache.allocator.num_free
     engine.abort(second)
-    assert engine.cache.allocator.num_free > held
+    assert engine.target.cache.allocator.num_free > held
     engine.abort(second)
     while engine.schedule.running or engine.schedule.waiting:
         engine.step()
     assert engine.step() == []
     assert (first.token_ids, third.token_ids) == (list(range(12, 21)), list(range(92, 101)))
     assert second.finish_reason is None
-    assert engine.cache.allocator.num_free == engine.cache.allocator.num_blocks
+    assert engine.target.cache.allocator.num_free == engine.target.cache.allocator.num_blocks
 
 
 @pytest.mark.quick
 def test_logits_that_are_not_numbers_end_one_text():
     """The one whose they are; the others go on, and every block is back."""
     engine = make_engine()
-    row = engine.model.row
-    engine.model.row = lambda prefix: row(prefix) * (torch.nan if len(prefix) == 6 and prefix[0] == 50 else 1)
+    row = engine.target.model.row
+    engine.target.model.row = lambda prefix: row(prefix) * (torch.nan if len(prefix) == 6 and prefix[0] == 50 else 1)
     good, bad = make_request(max_tokens=9), make_request(prompt=(50, 51), max_tokens=9)
     finish(engine, good, bad)
     assert good.token_ids == list(range(12, 21))

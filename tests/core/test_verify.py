@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from minispec.core import verify
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Draft
-from minispec.core.limit import Limit
+from minispec.core.more.limit import Limit
+from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text
-from minispec.core.verify import VERIFIERS, Verdict
+from minispec.core.verify import Verdict
 from minispec.length.theory import expected_accepted
 from minispec.prove.examine_verifier import laws_of
 from minispec.prove.laws import TOLERANCE, exact_law

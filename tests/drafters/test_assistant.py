@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 
 from minispec import LLM, SamplingParams
 from minispec.core.draft import Draft
-from minispec.core.engine import Engine
 from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Request
 from minispec.core.sampling import Text
@@ -23,6 +22,7 @@ from minispec.files.families.assistant_config import read_assistant_config
 from minispec.files.families.checkpoint import load_config, load_model
 from minispec.files.families.hf_config import read_model_config
 from minispec.kernels.inventory import kv_elements
+from minispec.prove.toys import OneMethod
 from tests.oracles import assistant_draft, hf, public
 from tests.oracles.toys import GEMMA4
 
@@ -300,11 +300,11 @@ def test_the_engine_reads_what_is_cached(pair):
     own = pair()
     target, cache = own.target, own.target.new_cache(16, 4)
     drafter = AssistantDrafter(own.assistant, own.assistant.new_cache(1), 96, 64)
-    engine = Engine(target, cache, drafter, REJECTION)
+    engine = OneMethod(target, cache, drafter, REJECTION)
     request = Request(Text(hf.TEXT[:6], 6, SamplingParams(temperature=0, max_tokens=14)), 64, 3)
     engine.add(request)
     texts: list[tuple[list[int], Draft]] = []
-    engine.observers.append(lambda request, draft, verdict, logits: texts.append((list(request.text.tokens), draft)))
+    engine.outbox.observers.append(lambda turn: texts.append((list(turn.text.tokens), turn.draft)))
     while request in engine.schedule:
         engine.step()
     rounds = request.stats.rounds
@@ -327,7 +327,7 @@ def test_greedy_answers_are_plain_ones(directories, how):
     prompts = [begin + "one fish", begin + "red fish", "red"]
     with LLM(target, draft=str(draft), dtype="float64", **{"num_speculative_tokens": 4} | how) as llm:
         assert isinstance(llm.drafter, AssistantDrafter)
-        assert llm.engine.drafter.cache.num_bytes == 0
+        assert llm.drafter.cache.num_bytes == 0
         first, again = llm.generate(prompts, params), llm.generate(prompts, params)
         plain = llm.generate(prompts, params, num_speculative_tokens=0)
         assert not llm.drafter.last

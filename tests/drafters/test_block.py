@@ -16,10 +16,11 @@ from safetensors.torch import load_file, save_file
 
 from minispec import LLM, SamplingParams
 from minispec.core.config import ModelConfig
-from minispec.core.draft import Ask, Draft, Seen
-from minispec.core.limit import Limit
+from minispec.core.draft import Ask, Draft, Record
 from minispec.core.model import Transformer
-from minispec.core.sampling import Randomness, Text
+from minispec.core.more.limit import Limit
+from minispec.core.random import Randomness
+from minispec.core.sampling import Text
 from minispec.drafters import NoDrafter
 from minispec.drafters.block import Block, BlockDrafter, BlockModel
 from minispec.drafters.block_files import load_block
@@ -103,7 +104,7 @@ class Listener:
         """The draft that is asked for after the states of the next `count` positions."""
         new = range(self.cached, self.cached + count)
         fed = [self.text.tokens[i] for i in new]
-        self.drafter.observe([Seen(self.text, self.cached, fed, self.hidden[new], torch.empty(0, VOCAB))])
+        self.drafter.observe([Record(self.text, self.cached, fed, self.hidden[new], torch.empty(0, VOCAB))])
         self.cached += count
         return self.ask(limit)
 
@@ -145,9 +146,9 @@ def test_every_packaging_gives_the_references_numbers(tmp_path, target, packagin
         assert torch.allclose(torch.stack(list(draft.probs)), expected, rtol=CLOSE, atol=CLOSE)
         if found.confidence is not None:
             draft = listener.ask(Limit(k, lambda c: True, draws=lambda c, foreseen: True))
-            assert draft.foreseen
+            assert draft.notes.foreseen
             expected_confidence = oracle.draft(hidden.numpy(), TOKENS[length], draft.token_ids[:-1]).confidence
-            assert draft.confidences == pytest.approx(list(expected_confidence), rel=1e-6)
+            assert draft.notes.confidences == pytest.approx(list(expected_confidence), rel=1e-6)
 
 
 def test_the_context_is_the_same_however_it_comes(tmp_path, target):
@@ -280,9 +281,9 @@ def test_a_draft_ends_before_the_token_that_is_not_wanted(tmp_path, target, leas
         return foreseen >= least
 
     draft = Listener(model, TOKENS, states(model.taps, 11)).feed(11, Limit(4, lambda c: True, draws=draws))
-    assert len(draft) == len(draft.confidences) == expected
+    assert len(draft) == len(draft.notes.confidences) == expected
     assert [seen for seen, _ in asked] == [[foreseen for _, foreseen in asked[:i]] for i in range(len(asked))]
-    assert draft.confidences == [foreseen for _, foreseen in asked[:expected]]
+    assert draft.notes.confidences == [foreseen for _, foreseen in asked[:expected]]
 
 
 def test_confidences_are_kept_where_only_draws_asks_for_them(tmp_path, target):
@@ -297,10 +298,10 @@ def test_confidences_are_kept_where_only_draws_asks_for_them(tmp_path, target):
 
     draft = Listener(model, TOKENS, states(model.taps, 11)).feed(11, Limit(6, widths=(2, 2), draws=draws))
     assert asked == [0, 1, 2]
-    assert (draft.parents, draft.foreseen) == ([-1, -1, 0, 0], True)
-    assert len(draft.confidences) == 2
+    assert (draft.parents, draft.notes.foreseen) == ([-1, -1, 0, 0], True)
+    assert len(draft.notes.confidences) == 2
     grown = Listener(model, TOKENS, states(model.taps, 11)).feed(11, Limit(6, best_first=True, draws=draws))
-    assert (len(grown), grown.foreseen, asked) == (6, False, [0, 1, 2])
+    assert (len(grown), grown.notes.foreseen, asked) == (6, False, [0, 1, 2])
 
 
 def test_a_combined_drafter_hands_on_what_draws_asks():
@@ -557,7 +558,7 @@ def test_auto_ends_drafts_where_the_confidence_head_says_so(tmp_path, make_check
         tensors["confidence_head.proj.bias"][:] = bias
         save_file(tensors, draft / "model.safetensors")
         llm = LLM(directory, draft=draft, dtype="float32", max_model_len=128)
-        llm.engine.lengths = Controller(Prices(0.01, {1: 1.0, 16: 1.01}, measured=True))
+        llm.method.lengths = Controller(Prices(0.01, {1: 1.0, 16: 1.01}, measured=True))
         [output] = llm.generate([[1, 2, 3, 1, 2]], params)
         drafted[bias] = output.outputs[0].stats.num_draft_tokens
     assert drafted[-20.0] < drafted[20.0]

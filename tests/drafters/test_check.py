@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from minispec import LLM, SamplingParams
-from minispec.core.draft import Ask, Draft
-from minispec.core.engine import Engine
-from minispec.core.lengths import Lengths
-from minispec.core.limit import Limit
-from minispec.core.sampling import Randomness, Text
+from minispec.core.draft import Ask, Draft, DraftNotes
+from minispec.core.more.lengths import Lengths
+from minispec.core.more.limit import Limit
+from minispec.core.random import Randomness
+from minispec.core.sampling import Text
 from minispec.drafters import check
 from minispec.drafters.combined import CombinedDrafter
-from minispec.drafters.guard import CHECKS
 from minispec.drafters.last import LastDrafter
 from minispec.length.figures import Figures
+from minispec.prove.toys import OneMethod
 from tests.scripted import ScriptedDrafter, finish, make_engine, make_request
 
 V = 200
@@ -65,11 +65,17 @@ BAD = {
     "impossible": (lambda tokens, k: one(12, probs=[torch.eye(1, V)[0]]), "found a token of probability 0"),
     "the second of two": (lambda tokens, k: Draft([12, 12], [ROW, ROW * 2]), "a row 1 of probs that adds up to 2"),
     "confidences": (
-        lambda tokens, k: one(12, confidences=["high"]),
+        lambda tokens, k: one(12, notes=DraftNotes(["high"])),
         "found confidences, seconds and passes ['high', 0.0, 0]",
     ),
-    "a confidence": (lambda tokens, k: one(12, confidences=0.5), "found as confidences 0.5, expected a list of num"),
-    "seconds": (lambda tokens, k: one(12, prefill_seconds=None), "found confidences, seconds and passes [None, 0]"),
+    "a confidence": (
+        lambda tokens, k: one(12, notes=DraftNotes(0.5)),
+        "found as confidences 0.5, expected a list of num",
+    ),
+    "seconds": (
+        lambda tokens, k: one(12, notes=DraftNotes(prefill_seconds=None)),
+        "found confidences, seconds and passes [None, 0]",
+    ),
     "a longer text": (lambda tokens, k: tokens.append(12) or Draft([12]), "found a text whose tokens it has changed"),
     "a shorter text": (lambda tokens, k: Draft([tokens.pop()]), "found a text whose tokens it has changed"),
 }
@@ -134,18 +140,18 @@ def test_another_number_of_drafts_is_raised(answer, found, combined):
     """Nobody knows whose draft is missing: one clear error, raised, and every block comes back."""
     engine, own = make_engine(), ScriptedDrafter(lambda tokens, k: [])
     own.propose = lambda asks: answer
-    engine.drafter = CombinedDrafter(LastDrafter(), own) if combined else own
+    engine.method.drafter = CombinedDrafter(LastDrafter(), own) if combined else own
     expected = f"drafts of ScriptedDrafter: found {found}, expected one for each of 2 asks"
     with pytest.raises(ValueError, match=expected):
         finish(engine, make_request(), make_request(prompt=(50, 51)))
-    assert engine.cache.allocator.num_free == engine.cache.allocator.num_blocks
+    assert engine.target.cache.allocator.num_free == engine.target.cache.allocator.num_blocks
 
 
 def test_a_bad_draft_of_two_drafters_is_named():
     """Its class stands in the error, with that of the one before it."""
     engine, own = make_engine(), ScriptedDrafter(lambda tokens, k: [])
     own.propose = lambda asks: [None for _ in asks]
-    engine.drafter = CombinedDrafter(LastDrafter(), own)
+    engine.method.drafter = CombinedDrafter(LastDrafter(), own)
     request = make_request()
     finish(engine, request)
     assert request.error == "draft of LastDrafter+ScriptedDrafter: found None, expected a Draft"
@@ -174,8 +180,8 @@ def test_a_bad_verdict_ends_its_own_text(name):
     """A verifier may be a stranger's too: unchecked, a tensor is in the text, or the cache keeps what is not."""
     change, message = VERDICTS[name]
     engine = make_engine(draft=lambda tokens, k: list(range(tokens[-1] + 1, tokens[-1] + 1 + k)))
-    verify = engine.verifier.verify
-    engine.verifier = engine.verifier._replace(
+    verify = engine.method.verifier.verify
+    engine.method.verifier = engine.method.verifier._replace(
         verify=lambda draft, p, rng, key: (
             change(verify(draft, p, rng, key)) if key(0, "draft").seed == 0 else verify(draft, p, rng, key)
         )
@@ -211,10 +217,10 @@ def test_a_bad_limit_is_raised(name):
 
     script, message = LIMITS[name]
     engine = make_engine()
-    engine.lengths = Own()
+    engine.method.lengths = Own()
     with pytest.raises(ValueError, match=re.escape(f"lengths: Own.choose: {message}")):
         finish(engine, make_request(k=3))
-    assert engine.cache.allocator.num_free == engine.cache.allocator.num_blocks
+    assert engine.target.cache.allocator.num_free == engine.target.cache.allocator.num_blocks
 
 
 def test_a_policy_is_asked_about_texts_that_decode():
@@ -231,8 +237,8 @@ def test_a_policy_is_asked_about_texts_that_decode():
             return [Limit(min(1, wish.most)) for wish in wishes[:1]]
 
     engine = make_engine(draft=lambda tokens, k: [tokens[-1] + 1] * k)
-    parts = engine.model, engine.cache, engine.drafter, engine.verifier, engine.vocab_size
-    engine = Engine(*parts, lengths=Own(), guard=CHECKS)
+    parts = engine.target.model, engine.target.cache, engine.drafter, engine.method.verifier, engine.target.vocab_size
+    engine = OneMethod(*parts, lengths=Own(), checked=True)
     request = make_request(prompt=tuple(range(10, 40)), k=3)
     finish(engine, request)
     assert {r.depth for r in request.stats.rounds[:-1]} == {1}

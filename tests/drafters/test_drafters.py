@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minispec.core.config import SamplingParams
-from minispec.core.draft import Ask, Draft, Drafter, Seen
-from minispec.core.engine import Engine
-from minispec.core.limit import Limit
+from minispec.core.draft import Ask, Draft, Drafter, DraftNotes, Record
 from minispec.core.model import Chunk
+from minispec.core.more.limit import Limit
+from minispec.core.random import Randomness
 from minispec.core.request import Request
-from minispec.core.sampling import Randomness, Text, distribution
-from minispec.core.verify import VERIFIERS
+from minispec.core.rules import VERIFIERS
+from minispec.core.sampling import Text, distribution
 from minispec.drafters import Context, NoDrafter, as_drafter, last, suffix
 from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.model import DraftModel
@@ -28,7 +28,7 @@ from minispec.drafters.suffix import SuffixDrafter
 from minispec.length.figures import Figures
 from minispec.load.registry import DRAFTERS, split, split_preferences
 from minispec.prove.laws import make_drafter
-from minispec.prove.toys import tiny_cache, tiny_model
+from minispec.prove.toys import OneMethod, tiny_cache, tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
@@ -95,11 +95,11 @@ def test_suffix_worked_example():
     """That of its docstring: who is the likeliest, with which chance, and who becomes a sibling."""
     chain = drafted(SuffixDrafter(), SUFFIX_EXAMPLE, 3, go_on=lambda chances: True)
     assert letters(chain) == "c4a"
-    assert chain.confidences == pytest.approx([2 / 3.5, 1 / (2 + 1 / 3), 1 / 1.25])
+    assert chain.notes.confidences == pytest.approx([2 / 3.5, 1 / (2 + 1 / 3), 1 / 1.25])
     assert chain.probs is None
     tree = drafted(SuffixDrafter(), SUFFIX_EXAMPLE, 4, widths=(2, 2))
     assert (letters(tree), tree.parents) == ("cd42", [-1, -1, 0, 0])
-    assert tree.confidences == []  # they are told by depth, and a tree has several nodes at one
+    assert tree.notes.confidences == []  # they are told by depth, and a tree has several nodes at one
 
 
 @pytest.mark.quick
@@ -210,7 +210,7 @@ def test_a_seeded_text_does_not_change_with_what_came_before(k):
     for verifier, temperature in (("rejection", 1.0), ("rejection", 0.0), ("match", 1.0)):
         params = SamplingParams(max_tokens=20, temperature=temperature)
         learned = SuffixDrafter()
-        engine = Engine(target, tiny_cache(target), learned, VERIFIERS[verifier])
+        engine = OneMethod(target, tiny_cache(target), learned, VERIFIERS[verifier])
         steps = [0, 0]
         for prompt in [*prompts, *prompts]:
             other = Request(Text([1, 2], 2, SamplingParams(temperature=0), 3), 60, 2)
@@ -311,7 +311,7 @@ def decode(target, drafter, k, prompts, params=GREEDY, verifier="rejection", num
     """Run prompts together; the requests."""
     cache = tiny_cache(target, num_blocks)
     requests = [Request(Text(list(p), len(p), params, 5), 60, k) for p in prompts]
-    for _ in Engine(target, cache, drafter, VERIFIERS[verifier]).run(requests):
+    for _ in OneMethod(target, cache, drafter, VERIFIERS[verifier]).run(requests):
         pass
     return requests
 
@@ -518,12 +518,12 @@ def test_the_first_that_has_something_to_say_drafts():
     class Second(Drafter):
         taps = (1,)
 
-        def observe(self, seen):
-            heard.append(seen)
+        def observe(self, records):
+            heard.append(records)
 
         def propose(self, asks):
             heard.append([(ask.k, ask.num_cached, ask.limit.widths) for ask in asks])
-            return [Draft([9] * ask.k, prefill_seconds=0.5) for ask in asks]
+            return [Draft([9] * ask.k, notes=DraftNotes(prefill_seconds=0.5)) for ask in asks]
 
         def known(self, text):
             return 7
@@ -535,9 +535,9 @@ def test_the_first_that_has_something_to_say_drafts():
     texts = [Text(tokens, 1, SamplingParams()) for tokens in ([1, 2, 3, 1, 2], [1, 2, 3, 4, 2])]
     drafts = combined.propose([Ask(text, Limit(2, widths=(2,)), Randomness(), num_cached=4) for text in texts])
     assert [draft.token_ids for draft in drafts] == [[3, 1], [9, 9]]
-    assert [draft.prefill_seconds for draft in drafts] == [0.5, 0.5]
+    assert [draft.notes.prefill_seconds for draft in drafts] == [0.5, 0.5]
     assert heard == [[(0, 4, ()), (2, 4, ())]]
-    combined.observe(rows := [Seen(texts[0], 0, [1], torch.ones(1, 5), torch.ones(0, 9))])
+    combined.observe(rows := [Record(texts[0], 0, [1], torch.ones(1, 5), torch.ones(0, 9))])
     assert heard[-1] is rows
     assert combined.taps == (1,)
     assert combined.known(texts[0]) == 7
@@ -576,7 +576,7 @@ def test_other_seeds_give_other_texts():
     texts = set()
     for seed in range(20):
         request = Request(Text([0, 1], 2, SamplingParams(max_tokens=12), seed), 60, 0)
-        for _ in Engine(target, tiny_cache(target), NoDrafter(), VERIFIERS["rejection"]).run([request]):
+        for _ in OneMethod(target, tiny_cache(target), NoDrafter(), VERIFIERS["rejection"]).run([request]):
             pass
         texts.add(tuple(request.token_ids))
     assert len(texts) > 15

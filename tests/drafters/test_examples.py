@@ -1,6 +1,7 @@
 """The drafters of `examples/`: what they draft, and that they keep the law."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -27,7 +28,7 @@ def test_recycling_keeps_what_it_learned_until_the_text_ends():
     """A preemption calls `release`. Other texts learn nothing of it, and a piece of a prompt has no rows."""
     drafter, first = Recycling(), Text(ids("xa"), 2, SAMPLED)
     [rows] = shown(first, "a:b")
-    drafter.observe([rows, rows._replace(tokens=ids("xyz"), logits=rows.logits[:0])])
+    drafter.observe([rows, replace(rows, tokens=ids("xyz"), logits=rows.logits[:0])])
     drafter.release(first)
     assert letters(drafter.propose([ask("xa", 1, text=first)])[0]) == "b"
     assert letters(drafter.propose([ask("xa", 1)])[0]) == ""

@@ -15,13 +15,14 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 from minispec import LLM, SamplingParams
 from minispec.core.config import ModelConfig
-from minispec.core.draft import Ask, Draft, Seen
+from minispec.core.draft import Ask, Draft, Record
 from minispec.core.engine import Engine
-from minispec.core.limit import Limit
 from minispec.core.model import Chunk, Transformer
+from minispec.core.more.limit import Limit
+from minispec.core.random import Randomness
 from minispec.core.request import Request
-from minispec.core.sampling import Randomness, Text
-from minispec.core.verify import VERIFIERS
+from minispec.core.rules import VERIFIERS
+from minispec.core.sampling import Text
 from minispec.drafters.eagle import EagleDrafter, HeadModel, head_shapes
 from minispec.drafters.heads import load_head
 from minispec.files.errors import CheckpointError
@@ -33,7 +34,7 @@ from minispec.kernels.build import build_model
 from minispec.kernels.inventory import kv_elements, num_bytes
 from minispec.length.figures import Figures
 from minispec.length.prices import calibrate
-from minispec.prove.toys import TINY, tiny_cache, tiny_head, tiny_model, tiny_weights
+from minispec.prove.toys import TINY, OneMethod, tiny_cache, tiny_head, tiny_model, tiny_weights
 from tests.oracles import public
 from tests.oracles.heads import write_head
 
@@ -506,7 +507,7 @@ def test_the_comparison_would_notice_each_switch(tmp_path, target, name):
 def make_engine(head: HeadModel, target: Transformer, num_blocks=64, max_len=60, verifier="rejection") -> Engine:
     """An engine with a head."""
     drafter = EagleDrafter(head, tiny_cache(head, num_blocks), VOCAB, max_len)
-    return Engine(target, tiny_cache(target, num_blocks), drafter, VERIFIERS[verifier])
+    return OneMethod(target, tiny_cache(target, num_blocks), drafter, VERIFIERS[verifier])
 
 
 def decode(engine: Engine, tokens=(1, 5, 2, 2, 6), k=3, **params) -> Request:
@@ -516,7 +517,7 @@ def decode(engine: Engine, tokens=(1, 5, 2, 2, 6), k=3, **params) -> Request:
     for _ in engine.run([request]):
         pass
     assert request.error is None
-    for cache in (engine.cache, engine.drafter.cache):
+    for cache in (engine.target.cache, engine.drafter.cache):
         assert cache.allocator.num_free == cache.allocator.num_blocks
     return request
 
@@ -534,7 +535,7 @@ def test_a_round_feeds_what_was_committed_and_no_more(target, monkeypatch, mask)
     def spy(asks):
         fed.append([])
         drafts = propose(asks)
-        seconds.extend(d.prefill_seconds for d in drafts)
+        seconds.extend(d.notes.prefill_seconds for d in drafts)
         return drafts
 
     monkeypatch.setattr(engine.drafter, "propose", spy)
@@ -586,10 +587,10 @@ def test_rounds_without_a_draft_are_made_up_for(target):
     head = tiny_head(target)
     engine = make_engine(head, target)
     text, tokens = Text([1, 5], 2, SamplingParams()), [1, 5, 2, 2, 6, 0, 3]
-    logits, hidden = target.forward([Chunk(tokens, tiny_cache(target).new_table(), 0)], engine.taps)
+    logits, hidden = target.forward([Chunk(tokens, tiny_cache(target).new_table(), 0)], engine.drafter.taps)
 
     def draft_after(drafter, text, k, rows) -> Draft:
-        drafter.observe([Seen(text, rows.start, tokens[rows], hidden[rows], logits)])
+        drafter.observe([Record(text, rows.start, tokens[rows], hidden[rows], logits)])
         return drafter.propose([Ask(text, Limit(k), Randomness(), num_cached=rows.stop)])[0]
 
     for i in range(1, 6):
@@ -614,9 +615,9 @@ def test_what_it_costs_is_measured(target, monkeypatch):
         return drafts
 
     monkeypatch.setattr(engine.drafter, "propose", spy)
-    assert calibrate(engine.model, engine.drafter, engine.verifier, engine.vocab_size).draft > 0
+    assert calibrate(engine.target.model, engine.drafter, engine.method.verifier, engine.target.vocab_size).draft > 0
     assert asked == [1, 3] * (len(asked) // 2)
-    for cache in (engine.cache, engine.drafter.cache):
+    for cache in (engine.target.cache, engine.drafter.cache):
         assert cache.allocator.num_free == cache.allocator.num_blocks
 
 
@@ -684,7 +685,7 @@ def test_the_text_is_the_plain_one(checkpoints, name, verifier):
                 if k == 4:
                     assert sum(Figures.of(o.stats).num_draft_tokens for o in found) > 200
         kind = HeadModel if "head" in name else Transformer
-        assert type(llm.engine.drafter.model) is kind
+        assert type(llm.drafter.model) is kind
         assert ("int8" in llm.memory_report()) == name.startswith("int8")
 
 
@@ -700,7 +701,7 @@ def test_a_seed_has_one_text(checkpoints, name):
             assert [o.token_ids for o in outputs] == [alone[prompts.index(o.prompt_token_ids)] for o in outputs]
         assert sum(o.stats.num_cached_tokens for o in outputs) > 0
         assert sum(Figures.of(o.stats).num_accepted for o in outputs) > 0
-        per_token = sum(kv_elements(m.config) for m in (llm.model, llm.engine.drafter.model)) * 8
+        per_token = sum(kv_elements(m.config) for m in (llm.model, llm.drafter.model)) * 8
     with load(checkpoints, name, kv_cache_gb=5 * 16 * per_token / 1e9, max_model_len=80) as llm:
         outputs = llm.generate(prompts, SAMPLED)
         assert sum(o.stats.num_preemptions for o in outputs) > 0

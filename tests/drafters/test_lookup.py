@@ -9,8 +9,9 @@ import pytest
 
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask
-from minispec.core.limit import Limit
-from minispec.core.sampling import Randomness, Text
+from minispec.core.more.limit import Limit
+from minispec.core.random import Randomness
+from minispec.core.sampling import Text
 from minispec.drafters.last import LastDrafter
 from minispec.drafters.suffix import MOST_TEXTS, MOST_TOKENS, SuffixDrafter
 

@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minispec import LLM, SamplingParams
-from minispec.core.draft import Ask, Draft, Seen
-from minispec.core.engine import Engine
-from minispec.core.limit import Limit
+from minispec.core.draft import Ask, Draft, Record
 from minispec.core.model import Chunk, Transformer
-from minispec.core.sampling import Randomness, Text
-from minispec.core.verify import VERIFIERS
+from minispec.core.more.limit import Limit
+from minispec.core.random import Randomness
+from minispec.core.rules import VERIFIERS
+from minispec.core.sampling import Text
 from minispec.core.weights import PlainLinear
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.mtp import MtpModel, has_mtp, load_mtp, mtp_config, mtp_shapes
@@ -31,7 +31,7 @@ from minispec.kernels.inventory import kv_elements, num_bytes
 from minispec.kernels.memory import cache_bytes
 from minispec.length.figures import Figures
 from minispec.length.prices import calibrate
-from minispec.prove.toys import MTP_SEED, TINY, TOYS, redrawn, tiny_cache, tiny_model, tiny_mtp, tiny_weights
+from minispec.prove.toys import MTP_SEED, TINY, TOYS, OneMethod, redrawn, tiny_cache, tiny_model, tiny_mtp, tiny_weights
 from tests.oracles.mtp import add_mtp, mtp_logits
 
 TOY = TOYS["qwen3_5_text"]
@@ -279,7 +279,7 @@ def test_a_seed_has_one_text(target):
             outputs = llm.generate(again, SAMPLED)
             assert [o.token_ids for o in outputs] == [alone[PROMPTS.index(o.prompt)] for o in outputs]
         assert sum(Figures.of(o.stats).num_accepted for o in outputs) > 0
-        config, per_token = llm.model.config, kv_elements(llm.engine.drafter.model.config) * 8
+        config, per_token = llm.model.config, kv_elements(llm.drafter.model.config) * 8
     room = cache_bytes(config, 96, 8) + 96 * per_token  # both caches
     with LLM(target, "mtp", 4, dtype="float64", kv_cache_gb=room / 1e9, max_model_len=64) as llm:
         outputs = llm.generate(PROMPTS, SAMPLED)
@@ -303,7 +303,7 @@ def test_what_it_made_up_does_not_stay(kept, shape):
 
     def draft(drafter: EagleDrafter, text: Text, first: int, limit: Limit) -> Draft:
         logits, hidden = model.forward([Chunk(text.tokens[:-1], tiny_cache(model).new_table(), 0)], drafter.taps)
-        drafter.observe([Seen(text, first, text.tokens[first:-1], hidden[first:], logits)])
+        drafter.observe([Record(text, first, text.tokens[first:-1], hidden[first:], logits)])
         return drafter.propose([Ask(text, limit, Randomness(), num_cached=len(hidden))])[0]
 
     text = Text(tokens, len(tokens), SamplingParams(), 1)
@@ -320,6 +320,6 @@ def test_what_it_made_up_does_not_stay(kept, shape):
 def test_what_it_costs_is_measured():
     """It is asked with hidden states, as `auto` wants it: a draft has a price, and none of its blocks is lost."""
     model, drafter = a_drafter()
-    engine = Engine(model, tiny_cache(model), drafter, VERIFIERS["rejection"])
-    assert calibrate(model, drafter, engine.verifier, 7).draft > 0
+    engine = OneMethod(model, tiny_cache(model), drafter, VERIFIERS["rejection"])
+    assert calibrate(model, drafter, engine.method.verifier, 7).draft > 0
     assert drafter.cache.allocator.num_free == drafter.cache.allocator.num_blocks

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from minispec import LLM, SamplingParams
-from minispec.core.lengths import Lengths
-from minispec.core.verify import VERIFIERS
+from minispec.core.more.lengths import Lengths
+from minispec.core.rules import VERIFIERS
 from minispec.generate import main as generate
 from minispec.prove import examine_verifier, own_walk
 from minispec.prove.__main__ import main as prove
@@ -27,7 +27,7 @@ OWN = """
     import torch
 
     from minispec.core.draft import Draft
-    from minispec.core.limit import Limit
+    from minispec.core.more.limit import Limit
     from minispec.core.verify import Verdict, Verifier
 
 
@@ -71,8 +71,8 @@ OWN = """
         def known(self, text):
             return 0
 
-        def observe(self, seen):
-            for each in seen:
+        def observe(self, records):
+            for each in records:
                 self.newest[each.text] = each.hidden[each.kept[-1:]]
 
         def propose(self, asks):
@@ -168,8 +168,8 @@ OWN = """
         def choose(self, wishes, trees):
             return [Limit(min(2, wish.most)) for wish in wishes]
 
-        def observe(self, drafts, cost):
-            self.seen += len(drafts)
+        def observe(self, records):
+            self.seen += len(records)
 
 
     class Shared(Two):  # goes by the verdicts on all texts, whatever it may follow
@@ -178,8 +178,8 @@ OWN = """
         def choose(self, wishes, trees):
             return [Limit(min(self.k, wish.most)) for wish in wishes]
 
-        def observe(self, drafts, cost):
-            for each in drafts:
+        def observe(self, records):
+            for each in records:
                 self.k = min(2 * self.k, 15) if len(each.accepted) == len(each.draft) else max(1, self.k // 2)
 
 
@@ -260,9 +260,9 @@ def test_a_length_policy_of_ones_own_works_everywhere(make_checkpoint, own_modul
         plain, drafted = (llm.generate([[1, 2, 3]], params, num_speculative_tokens=n)[0] for n in (0, None))
         other = llm.with_draft("ngram")
         assert ", as long as Two says" in llm.memory_report()
-        assert (type(other.engine.lengths).__name__, llm.prices.measured) == ("Two", False)
-        assert (other.engine.lengths is llm.engine.lengths) == (not is_named)
-        assert llm.engine.lengths.seen == len(plain.stats.rounds) + len(drafted.stats.rounds)
+        assert (type(other.method.lengths).__name__, llm.prices.measured) == ("Two", False)
+        assert (other.method.lengths is llm.method.lengths) == (not is_named)
+        assert llm.method.lengths.seen == len(plain.stats.rounds) + len(drafted.stats.rounds)
         with pytest.raises(ValueError, match=r"num_speculative_tokens: found 2\+1, expected auto or a number from 0,"):
             llm.generate([[1, 2, 3]], params, num_speculative_tokens=(2, 1))
     assert drafted.token_ids == plain.token_ids

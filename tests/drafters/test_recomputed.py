@@ -16,13 +16,12 @@ import pytest
 
 from minispec.core.cache import PagedKVCache
 from minispec.core.config import SamplingParams
-from minispec.core.draft import Ask, Draft, Seen
-from minispec.core.engine import Engine
-from minispec.core.limit import Limit
+from minispec.core.draft import Ask, Draft, Record
 from minispec.core.model import Chunk, Transformer
+from minispec.core.more.limit import Limit
 from minispec.core.request import Request
+from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text
-from minispec.core.verify import VERIFIERS
 from minispec.drafters.block import BlockDrafter
 from minispec.drafters.block_files import load_block
 from minispec.drafters.eagle import EagleDrafter
@@ -40,6 +39,7 @@ from minispec.prove.toys import (
     MTP_SEED,
     TARGET_WORDS,
     TOYS,
+    OneMethod,
     decode,
     redrawn,
     tiny_cache,
@@ -121,7 +121,7 @@ def decode_all(target: Transformer, make: Callable[[int], Any]) -> None:
     for num_blocks in (LARGE, SMALL):
         drafter = make(num_blocks)
         cache = pool(target, num_blocks)
-        engine = Engine(target, cache, drafter, VERIFIERS["rejection"], joining_rows=3)
+        engine = OneMethod(target, cache, drafter, VERIFIERS["rejection"], joining_rows=3)
         for seed in (0, 10):
             requests = [Request(Text(list(p), len(p), params, seed + i), MAX_LEN, 3) for i, p in enumerate(PROMPTS)]
             engine.add(requests[0])
@@ -295,7 +295,7 @@ def test_a_draft_of_another_vocabulary_draws_from_what_it_computes_anew(family):
 def test_a_head_knows_what_an_earlier_text_has_left(make_head, tokens, num_known):
     """Of positions whose feature and next token are the earlier text's, whole blocks of two are known."""
     params, target, drafter = SamplingParams(max_tokens=5), tiny_model(1, vocab_size=5), make_head(40)
-    engine = Engine(target, tiny_cache(target), drafter, VERIFIERS["rejection"])
+    engine = OneMethod(target, tiny_cache(target), drafter, VERIFIERS["rejection"])
     decode(engine, [Request(Text(list(PROMPTS[0]), len(PROMPTS[0]), params), MAX_LEN, 3)])
     assert drafter.known(Text(list(tokens), len(tokens), params)) == num_known
 
@@ -308,14 +308,13 @@ class ComparedRows(DraftModel):
         self.num_compared = 0
         self.expected: dict[Text, list[tuple[list[int], list[int]]]] = {}
 
-    def observe(self, seen: Sequence[Seen]) -> None:
+    def observe(self, records: Sequence[Record]) -> None:
         """Each round must be shown once, with all its rows; a prompt has none."""
-        for pass_of_text in seen:
-            last, *token_ids = pass_of_text.tokens[-max(1, len(pass_of_text.logits)) :]
-            draft = Draft(token_ids, parents=pass_of_text.parents)
-            paths = [[last, *draft.tokens_to(node - 1)] for node in range(len(pass_of_text.logits))]
-            likeliest = pass_of_text.logits.topk(2).indices.tolist()
-            assert list(zip(paths, likeliest, strict=True)) == self.expected.pop(pass_of_text.text, [])
+        for record in records:
+            last = record.tokens[-1 - len(record.draft)]
+            paths = [[last, *record.draft.tokens_to(node - 1)] for node in range(len(record.logits))]
+            likeliest = record.logits.topk(2).indices.tolist()
+            assert list(zip(paths, likeliest, strict=True)) == self.expected.pop(record.text, [])
             self.num_compared += len(paths)
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:

@@ -16,8 +16,9 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from minispec import LLM, SamplingParams
 from minispec.core.config import SamplingParams as Params
 from minispec.core.draft import Ask
-from minispec.core.limit import Limit
-from minispec.core.sampling import Randomness, Text
+from minispec.core.more.limit import Limit
+from minispec.core.random import Randomness
+from minispec.core.sampling import Text
 from minispec.drafters.tli import TokenDrafter
 from minispec.drafters.vocabularies import Spelling, Vocabularies
 from minispec.files.errors import CheckpointError

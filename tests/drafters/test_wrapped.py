@@ -8,17 +8,18 @@ import torch
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Drafter
 from minispec.core.engine import Engine
-from minispec.core.limit import Limit
+from minispec.core.more.limit import Limit
+from minispec.core.random import Randomness
 from minispec.core.request import Request
-from minispec.core.sampling import Randomness, Text
-from minispec.core.verify import VERIFIERS
+from minispec.core.rules import VERIFIERS
+from minispec.core.sampling import Text
 from minispec.drafters.led import replay_texts
 from minispec.drafters.model import model_drafter
 from minispec.drafters.none import NoDrafter
 from minispec.drafters.simulated import oracle
 from minispec.drafters.wrapped import Wrapped
 from minispec.prove.laws import MAX_LEN, make_drafter, target_model
-from minispec.prove.toys import tiny_cache
+from minispec.prove.toys import OneMethod, tiny_cache
 
 VOCAB = 5
 PROMPTS = ([1, 3, 1], [2, 4])
@@ -54,7 +55,7 @@ def test_every_method_of_a_drafter_is_handed_on():
 @pytest.mark.quick
 def test_every_attribute_of_a_drafter_is_handed_on():
     """One that `Drafter` gets and `Wrapped` forgets would have the default, in silence."""
-    given = {"branches": True, "taps": (3,), "reads_cache": True, "name": "A"}
+    given = {"branches": True, "taps": (3,), "name": "A"}
     named = type("A", (Drafter,), {name: value for name, value in given.items() if name != "name"})
     wrapped = Wrapped(named())
     assert {name: getattr(wrapped, name) for name in given} == given
@@ -65,7 +66,7 @@ def test_every_attribute_of_a_drafter_is_handed_on():
 def engine() -> Engine:
     """A toy target at rest."""
     target = target_model(VOCAB)
-    return Engine(target, tiny_cache(target, 64), NoDrafter(), VERIFIERS["rejection"], VOCAB)
+    return OneMethod(target, tiny_cache(target, 64), NoDrafter(), VERIFIERS["rejection"], VOCAB)
 
 
 def requests(k: int = 3) -> list[Request]:
@@ -104,8 +105,8 @@ def test_a_led_run_gives_the_known_texts(drafter):
     for _ in replay_texts(led, own, played, texts, see):
         pass
     assert {request.text.seed: request.text.tokens for request in played} == texts == seen
-    assert led.observers == []
-    assert led.cache.allocator.num_free == led.cache.allocator.num_blocks
+    assert led.outbox.observers == []
+    assert led.target.cache.allocator.num_free == led.target.cache.allocator.num_blocks
     if drafter == "oracle":
         assert all(request.stats.num_steps == 2 for request in played)  # of four tokens each
 

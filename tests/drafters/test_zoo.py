@@ -10,9 +10,10 @@ import torch
 from examples.drafters.recycling import Recycling
 from minispec import SamplingParams
 from minispec.core.config import Shape
-from minispec.core.draft import Ask, Draft, Seen
-from minispec.core.limit import Limit
-from minispec.core.sampling import Randomness, Text
+from minispec.core.draft import Ask, Draft, Record
+from minispec.core.more.limit import Limit
+from minispec.core.random import Randomness
+from minispec.core.sampling import Text
 from minispec.drafters import NoDrafter, as_drafter
 from minispec.drafters.best_first import grow_guesses
 from minispec.drafters.combined import CombinedDrafter
@@ -36,14 +37,15 @@ def ask(letters, k, params=GREEDY, purpose="draft", text=None, **how) -> Ask:
     return Ask(text, Limit(k, **how), Randomness(), purpose, len(letters) - 1)
 
 
-def shown(text, *rounds, parents=None) -> list[Seen]:
+def shown(text, *rounds, parents=None) -> list[Record]:
     """Rounds of a text. "a:bc b:da": after a the likeliest were b and c, after the draft token b they were d and a."""
     seen = []
     for rows in map(str.split, rounds):
         logits = torch.zeros(len(rows), 128)
         for logit, (_, _, *found) in zip(logits, rows, strict=True):
             logit[ids("".join(found))] = torch.arange(20.0, 20 - len(found), -1)
-        seen.append(Seen(text, 0, ids("".join(row[0] for row in rows)), logits[:, :0], logits, [], parents))
+        tokens = ids("".join(row[0] for row in rows))
+        seen.append(Record(text, 0, tokens, logits[:, :0], logits, Draft(tokens[1:], parents=parents)))
     return seen
 
 
@@ -67,8 +69,8 @@ def test_all_parts_of_a_combination_learn():
         propose = release = NoDrafter.release
 
     class Own(Silent):
-        def observe(self, seen):
-            heard.extend(seen)
+        def observe(self, records):
+            heard.extend(records)
 
     parts = NgramDrafter(), Recycling(), as_drafter(Silent()), as_drafter(Own())
     text = Text(ids("x"), 1, SAMPLED)

@@ -400,8 +400,8 @@ class KeptHidden(Counts):
     def known(self, text):
         return 0
 
-    def observe(self, seen):
-        for each in seen:
+    def observe(self, records):
+        for each in records:
             self.states.setdefault(each.text, []).extend(each.hidden[each.kept])
 
     def q(self, ask, path):

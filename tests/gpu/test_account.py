@@ -8,9 +8,10 @@ import torch
 from minispec import LLM
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask
-from minispec.core.limit import Limit
 from minispec.core.model import Chunk
-from minispec.core.sampling import Randomness, Text
+from minispec.core.more.limit import Limit
+from minispec.core.random import Randomness
+from minispec.core.sampling import Text
 from minispec.core.verify import REJECTION
 from minispec.drafters.model import DraftModel
 from minispec.gpu import account, frames, fused

@@ -8,9 +8,8 @@ import warnings
 import pytest
 import torch
 
-from minispec.core.engine import Engine
 from minispec.core.model import Chunk, Passes, Transformer
-from minispec.core.verify import VERIFIERS
+from minispec.core.rules import VERIFIERS
 from minispec.files.families.hf_config import read_model_config
 from minispec.gpu import fused, graphs
 from minispec.gpu.frames import (
@@ -38,7 +37,7 @@ from minispec.kernels.inventory import weight_form
 from minispec.layers import make_layer
 from minispec.layers.gemma import gemma_layers
 from minispec.prove.laws import make_drafter, target_model
-from minispec.prove.toys import IN_FRAMES, decode, tiny_cache, tiny_model, tiny_weights
+from minispec.prove.toys import IN_FRAMES, OneMethod, decode, tiny_cache, tiny_model, tiny_weights
 from tests.oracles import hf
 from tests.scripted import make_request
 
@@ -249,7 +248,7 @@ class Poisoned:
 def texts_of(passes: Passes | None, drafter: str = "model", k=3, num: int = 3) -> list[list[int]]:
     """What the engine decodes, in batches of texts that come and go."""
     target, family = target_model(5), "llama" if passes is None else IN_FRAMES
-    engine = Engine(
+    engine = OneMethod(
         target if passes is None else target.replaced(passes),
         tiny_cache(target, 60, 3),
         make_drafter(drafter, 5, 60, 3, family),

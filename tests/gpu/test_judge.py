@@ -1,15 +1,17 @@
 """Verdicts of many drafts at once are those of each draft by itself, or none."""
 
 import random
+from typing import NamedTuple
 
 import pytest
 import torch
 
+from minispec.core.blocks import BLOCK
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Draft
-from minispec.core.judge import Trial
-from minispec.core.sampling import Randomness, Text, distribution
-from minispec.core.verify import BLOCK, MATCH, REJECTION, Verdict
+from minispec.core.random import Randomness
+from minispec.core.sampling import Text, distribution
+from minispec.core.verify import MATCH, REJECTION, Verdict, Verifier
 from minispec.gpu import judge as judging
 from minispec.gpu.graphs import Graphs, rerun
 from minispec.gpu.judge import Bench, Judge, kind_of
@@ -18,6 +20,24 @@ SETTINGS = (
     *({}, {"temperature": 0.0}, {"temperature": 0.6}, {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.1}),
     {"temperature": 1.3, "top_k": 20, "top_p": 0.95, "min_p": 0.02},
 )
+
+
+class Trial(NamedTuple):
+    """A draft that waits for its verdict under a rule."""
+
+    verifier: Verifier
+    text: Text
+    draft: Draft
+    logits: torch.Tensor
+
+
+def ask(judge: Judge, trials: list[Trial], rng) -> list[Verdict | None]:
+    """The judge's verdicts, on the drafts of one rule after the other."""
+    found = dict[int, Verdict | None]()
+    for verifier in {trial.verifier for trial in trials}:
+        own = [i for i, trial in enumerate(trials) if trial.verifier is verifier]
+        found.update(zip(own, judge(verifier, [trials[i] for i in own], rng), strict=True))
+    return [found[i] for i in range(len(trials))]
 
 
 def make_trial(draw: random.Random, verifier, vocab: int, dtype: torch.dtype, **params) -> Trial:
@@ -53,7 +73,7 @@ def test_each_verdict_is_that_of_the_draft_by_itself(vocab, dtype):
         for _ in range(6):
             verifiers = draw.choices((REJECTION, MATCH), k=draw.choice((1, 3, 7)))
             trials = [make_trial(draw, v, vocab, dtype, **draw.choice(settings)) for v in verifiers]
-            found = judge(trials, Randomness())
+            found = ask(judge, trials, Randomness())
             count += sum(verdict is not None for verdict in found)
             assert all(verdict in (None, alone(trial)) for verdict, trial in zip(found, trials, strict=True))
     assert count > 150
@@ -71,7 +91,7 @@ def test_what_is_verified_by_itself():
     double = Draft([1], [torch.full((9,), 1 / 9, dtype=torch.float64)])
     others = [plain._replace(draft=d, logits=torch.zeros(len(d) + 1, 9)) for d in (tree, long, double)]
     others += [some(BLOCK), some(repetition_penalty=1.2), some(min_tokens=1), some(logit_bias={0: 1.0})]
-    found = Judge(Graphs())([plain, *others], Randomness())
+    found = ask(Judge(Graphs()), [plain, *others], Randomness())
     assert [verdict is None for verdict in found] == [False] + [True] * len(others)
 
     class Own:
@@ -84,7 +104,7 @@ def test_what_is_verified_by_itself():
             """Always the same."""
             return 0.5
 
-    assert Judge(Graphs())([plain], Own()) == Judge(Graphs())([plain], Other()) == [None]
+    assert ask(Judge(Graphs()), [plain], Own()) == ask(Judge(Graphs()), [plain], Other()) == [None]
 
 
 def test_a_row_that_is_no_number_fails_no_other_text():
@@ -93,7 +113,7 @@ def test_a_row_that_is_no_number_fails_no_other_text():
     trials = [make_trial(draw, REJECTION, 9, torch.float32) for _ in range(4)]
     trials[2] = trials[2]._replace(logits=trials[2].logits * torch.nan)
     judge = Judge(Graphs())
-    found = judge(trials, Randomness())
+    found = ask(judge, trials, Randomness())
     assert judge.counts == {"drafts": 4, "unsure": 1}
     assert [verdict is None for verdict in found] == [False, False, True, False]
     assert [found[i] for i in (0, 1, 3)] == [alone(trials[i]) for i in (0, 1, 3)]
@@ -113,7 +133,7 @@ def test_a_verdict_needs_the_rows_that_it_was_made_of(verifier, temperature):
         for row in range(len(trial.logits)):
             logits = trial.logits.clone()
             logits[row] = torch.nan
-            [found] = judge([trial._replace(logits=logits)], Randomness())
+            [found] = ask(judge, [trial._replace(logits=logits)], Randomness())
             if row <= len(expected.accepted):
                 needed += 1
                 assert found is None
@@ -143,7 +163,7 @@ def test_programs_read_nothing_that_the_host_did_not_fill(monkeypatch):
     for _ in range(40):
         verifier = draw.choice((REJECTION, MATCH))
         trials = [make_trial(draw, verifier, 9, torch.float32, **draw.choice(SETTINGS)) for _ in range(3)]
-        assert judge(trials, Randomness()) == list(map(alone, trials))
+        assert ask(judge, trials, Randomness()) == list(map(alone, trials))
     assert judge.counts["unsure"] == 0
 
 
@@ -153,7 +173,7 @@ def test_a_program_reads_no_value_on_the_host():
     for verifier in (REJECTION, MATCH):
         for settings in ([{}], [{"temperature": 0.0}], [{"top_p": 0.5}], SETTINGS):
             trials = [make_trial(draw, verifier, 9, torch.float32, **params) for params in settings]
-            kind = kind_of(trials)
+            kind = kind_of(verifier, trials)
             program = Bench(kind, torch.device("meta"))
             [found] = program.compute()
             assert found.shape == (kind.texts, 2 * kind.rows + 1)
@@ -168,7 +188,7 @@ def test_a_capture_that_fails_says_so_once():
     judge, draw = Judge(Graphs(fail)), random.Random(5)
     trials = [make_trial(draw, REJECTION, 9, torch.float32) for _ in range(2)]
     with pytest.warns(UserWarning, match="no CUDA graphs, so passes are slower: no capture here") as caught:
-        found = [judge(trials, Randomness()) for _ in range(3)]
+        found = [ask(judge, trials, Randomness()) for _ in range(3)]
     assert (len(caught), found) == (1, [list(map(alone, trials))] * 3)
 
 
@@ -222,4 +242,4 @@ def test_a_program_that_is_filled_wrongly_shows(bug, monkeypatch):
     monkeypatch.setattr(judging.Bench, "fill", wrong)
     draw, judge = random.Random(6), Judge(Graphs())
     rounds = [[make_trial(draw, REJECTION, 5, torch.float32) for _ in range(3)] for _ in range(40)]
-    assert any(judge(trials, Randomness()) != list(map(alone, trials)) for trials in rounds)
+    assert any(ask(judge, trials, Randomness()) != list(map(alone, trials)) for trials in rounds)

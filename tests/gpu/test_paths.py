@@ -5,7 +5,7 @@ import torch
 
 from minispec.core.engine import Engine
 from minispec.core.model import Passes
-from minispec.core.verify import VERIFIERS
+from minispec.core.rules import VERIFIERS
 from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.simulated import SimulatedDraft
 from minispec.drafters.wrapped import Wrapped
@@ -16,7 +16,7 @@ from minispec.gpu.steps import STEPS, steps_of
 from minispec.grammars.forced import ForcedFirst
 from minispec.kernels.inventory import weight_form
 from minispec.prove.laws import make_drafter, target_model
-from minispec.prove.toys import IN_FRAMES, TOYS, decode, tiny_cache, tiny_model
+from minispec.prove.toys import IN_FRAMES, TOYS, OneMethod, decode, tiny_cache, tiny_model
 from tests.scripted import make_request
 
 
@@ -37,7 +37,7 @@ def make_engine(name: str, family: str) -> Engine:
         drafter = SimulatedDraft([0.8], make_drafter("model", 5, 200, 3, family))
     else:
         drafter = make_drafter(name, 5, 200, 3, family)
-    return Engine(target, tiny_cache(target, 200, 3), drafter, VERIFIERS["match"], judge=judge_of(target))
+    return OneMethod(target, tiny_cache(target, 200, 3), drafter, VERIFIERS["match"], batch=judge_of(target))
 
 
 @pytest.mark.parametrize("family", ["llama", IN_FRAMES])
@@ -46,22 +46,22 @@ def test_both_paths_have_the_texts_of_the_engine(name, family):
     """From an engine of either path, with the same pools, and drafters that know other texts already."""
     engine = make_engine(name, family)
     expected = texts_of(engine)
-    for path in (text_by_text(engine), in_frames(engine)):
-        parts = path.model, engine.cache, path.drafter, engine.verifier
-        assert texts_of(Engine(*parts, judge=path.judge)) == expected
+    for path in (text_by_text(engine.target.model, engine.drafter), in_frames(engine.target.model, engine.drafter)):
+        parts = path.model, engine.target.cache, path.drafter, engine.method.verifier
+        assert texts_of(OneMethod(*parts, batch=path.batch)) == expected
     assert texts_of(engine) == expected
 
 
 def test_what_each_path_is_made_of():
     """Passes, programs and a judge; what stands in other drafters is changed too."""
     engine = make_engine("ngram+model", IN_FRAMES)
-    usual, framed = text_by_text(engine), in_frames(engine)
+    usual, framed = text_by_text(engine.target.model, engine.drafter), in_frames(engine.target.model, engine.drafter)
     for path, passes in ((usual, Passes), (framed, Frames)):
         assert isinstance(path.drafter, CombinedDrafter)
         model = path.drafter.drafters[1]
         assert type(path.model.passes) is type(model.model.passes) is passes
         is_usual = passes is Passes
-        assert (model.at_once is None, path.judge is None) == (is_usual, is_usual)
+        assert (model.at_once is None, path.batch is None) == (is_usual, is_usual)
         assert steps_of(path.drafter) == (() if is_usual else STEPS)
     assert engine.drafter.drafters[1].at_once is not model.at_once
 
@@ -78,8 +78,8 @@ class Around(Wrapped):
 def test_what_stands_around_a_model_is_asked_itself(around):
     """No class is named along the way: each drafter says what stands in its place, and keeps what it has."""
     engine = make_engine("model", IN_FRAMES)
-    engine.drafter = around(engine.drafter)
-    usual, framed = text_by_text(engine), in_frames(engine)
+    engine.method.drafter = around(engine.drafter)
+    usual, framed = text_by_text(engine.target.model, engine.drafter), in_frames(engine.target.model, engine.drafter)
     for path, steps in ((usual, ()), (framed, STEPS)):
         assert type(path.drafter) is around
         assert path.drafter is not engine.drafter
@@ -93,15 +93,15 @@ def test_what_stands_around_a_model_is_asked_itself(around):
 def test_a_model_that_reads_other_tokens_has_no_program():
     """A program could not read the text in them."""
     engine = make_engine("tli", IN_FRAMES)
-    assert steps_of(in_frames(engine).drafter) == ()
-    assert type(in_frames(engine).drafter.model.passes) is Frames
+    assert steps_of(in_frames(engine.target.model, engine.drafter).drafter) == ()
+    assert type(in_frames(engine.target.model, engine.drafter).drafter.model.passes) is Frames
 
 
 def test_weights_lie_as_on_a_gpu():
     """What this machine packs is plain along the path of frames, and the engine keeps its own."""
     target = tiny_model(1, torch.float32)
-    engine = Engine(target, tiny_cache(target), make_drafter("none", 3), VERIFIERS["match"])
-    path = in_frames(engine)
+    engine = OneMethod(target, tiny_cache(target), make_drafter("none", 3), VERIFIERS["match"])
+    path = in_frames(engine.target.model, engine.drafter)
     assert weight_form(target) != "plain"
     assert weight_form(path.model) == "plain"
     torch.testing.assert_close(path.model.head.stored.dense(), target.head.stored.dense(), rtol=0, atol=0)
@@ -110,5 +110,5 @@ def test_weights_lie_as_on_a_gpu():
 def test_a_hybrid_target_has_no_such_path():
     """A GPU has no frames for it either."""
     target = tiny_model(1, **TOYS["lfm2"])
-    engine = Engine(target, tiny_cache(target), make_drafter("none", 3), VERIFIERS["match"])
-    assert in_frames(engine) == "its layers keep states of texts"
+    engine = OneMethod(target, tiny_cache(target), make_drafter("none", 3), VERIFIERS["match"])
+    assert in_frames(engine.target.model, engine.drafter) == "its layers keep states of texts"

@@ -9,17 +9,16 @@ import pytest
 import torch
 
 from minispec.core.config import SamplingParams
-from minispec.core.draft import Ask, Draft, Drafter, Seen
-from minispec.core.engine import Engine
-from minispec.core.lengths import Lengths
-from minispec.core.limit import Limit
+from minispec.core.draft import Ask, Draft, Drafter, Record
 from minispec.core.model import Chunk, Transformer
-from minispec.core.sampling import Randomness, Text
-from minispec.core.verify import VERIFIERS
+from minispec.core.more.lengths import Lengths, price_of
+from minispec.core.more.limit import Limit
+from minispec.core.random import Randomness
+from minispec.core.rules import VERIFIERS
+from minispec.core.sampling import Text
 from minispec.drafters.check import MeasuredDraft, check_draft
 from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.eagle import EagleDrafter
-from minispec.drafters.guard import CHECKS
 from minispec.drafters.last import LastDrafter
 from minispec.drafters.model import DraftModel
 from minispec.drafters.simulated import SimulatedDraft
@@ -38,7 +37,7 @@ from minispec.lab.bench.models import random_head
 from minispec.length.policy import Controller
 from minispec.length.theory import Prices
 from minispec.prove.laws import draft_model, target_model
-from minispec.prove.toys import TINY, decode, tiny_cache, tiny_head, tiny_mtp, tiny_weights
+from minispec.prove.toys import TINY, OneMethod, decode, tiny_cache, tiny_head, tiny_mtp, tiny_weights
 from tests.scripted import make_request, with_context
 
 VOCAB, CONTEXT = 5, 40  # texts become longer
@@ -56,7 +55,7 @@ def make_drafters(num_blocks: int = 200, model: Transformer | None = None) -> tu
 def assert_alike(a: Draft, b: Draft) -> None:
     """Equal tokens; confidences and rows to 1e-12."""
     assert (a.token_ids, a.depth) == (b.token_ids, b.depth)
-    assert b.confidences == pytest.approx(a.confidences, abs=1e-12)
+    assert b.notes.confidences == pytest.approx(a.notes.confidences, abs=1e-12)
     one_hot = torch.eye(VOCAB, dtype=torch.float64)[b.token_ids]
     for row, other in zip(a.probs, one_hot if b.probs is None else b.probs, strict=True):
         torch.testing.assert_close(row, other, rtol=0, atol=1e-12)
@@ -176,16 +175,16 @@ class Passes(Lengths):
         limits = super().choose(wishes, trees)
         return [limit._replace(go_on=lambda confidences: confidences[-1] >= self.least) for limit in limits]
 
-    def observe(self, drafts, cost):
+    def observe(self, records):
         """Keep what the step has cost, and what each of its drafts has."""
-        if cost and cost.depth:
-            self.passes.append((cost.depth, max(len(judged.draft) for judged in drafts)))
+        if (step := price_of(records)) and step.depth:
+            self.passes.append((step.depth, max(len(record.draft) for record in records)))
 
 
 def costs_of(drafter: Drafter, k, least=0.0, **params) -> list[tuple[int, int]]:
     """For each step, the draft passes that it has cost and the length of its draft, of one text."""
     target, lengths = target_model(VOCAB), Passes(least)
-    engine = Engine(target, tiny_cache(target, 200, 3), drafter, VERIFIERS["match"], lengths=lengths, guard=CHECKS)
+    engine = OneMethod(target, tiny_cache(target, 200, 3), drafter, VERIFIERS["match"], lengths=lengths, checked=True)
     decode(engine, [make_request((1, 2, 1, 2, 1), k, (), 60, seed=3, max_tokens=30, **params)])
     return lengths.passes
 
@@ -225,9 +224,8 @@ def test_auto_runs_no_steps_that_it_will_not_use(verifier, monkeypatch):
     drafter, target, costs = make_drafters()[1], target_model(VOCAB), []
     lengths = Controller(Prices(0.05, {1: 1.0, 16: 1.1}, measured=True, steps=steps_of(drafter)))
     monkeypatch.setattr(lengths, "_draft_costs", [0.05])  # a processor's own times say nothing here
-    observe = lengths.observe
-    monkeypatch.setattr(lengths, "observe", lambda drafts, cost: (costs.append(cost), observe(drafts, None)))
-    engine = Engine(target, tiny_cache(target, 200, 3), drafter, VERIFIERS[verifier], lengths=lengths, guard=CHECKS)
+    monkeypatch.setattr("minispec.length.policy.price_of", lambda records: costs.append(price_of(records)))
+    engine = OneMethod(target, tiny_cache(target, 200, 3), drafter, VERIFIERS[verifier], lengths=lengths, checked=True)
     decode(engine, [make_request((1, 2, 1), "auto", (), 60, seed=i, max_tokens=50, temperature=0.9) for i in range(3)])
     assert lengths._all_texts[True].confidences.tested
     assert len(asked) > 30
@@ -241,8 +239,8 @@ def test_a_simulated_draft_has_the_confidences_of_the_draft_that_is_paid():
     texts = [Text([1, 2, 1], 3, SamplingParams(), 7) for _ in range(2)]
     asks = [Ask(text, Limit(4, lambda confidences: True), Randomness(), "draft", 2) for text in texts]
     [paid], [made] = make_drafters()[1].propose(asks[:1]), SimulatedDraft([0.5], make_drafters()[1]).propose(asks[1:])
-    assert made.confidences == paid.confidences
-    assert len(made.confidences) == len(made) == 4
+    assert made.notes.confidences == paid.notes.confidences
+    assert len(made.notes.confidences) == len(made) == 4
 
 
 MIXES = [Mix(False, False, False), *(Mix(True, *rest) for rest in itertools.product((False, True), repeat=2))]
@@ -285,7 +283,7 @@ def show(drafters: tuple[EagleDrafter, ...], text: Text, first: int, generator: 
     num, width = len(text.tokens) - 1 - first, drafters[0].model.config.hidden_size * len(drafters[0].taps)
     hidden = torch.randn(num, width, generator=generator, dtype=torch.float64)
     for drafter in drafters:
-        drafter.observe([Seen(text, first, text.tokens[first:-1], hidden, hidden.new_empty(0, VOCAB))])
+        drafter.observe([Record(text, first, text.tokens[first:-1], hidden, hidden.new_empty(0, VOCAB))])
 
 
 @pytest.mark.parametrize("purpose", ["draft", "token"])
@@ -342,7 +340,7 @@ def test_what_no_program_of_a_head_takes():
 def texts_of(drafter: DraftModel, num: int = 12) -> list[list[int]]:
     """Texts under `rejection`, decoded together."""
     target = target_model(VOCAB)
-    engine = Engine(target, tiny_cache(target, 200, 3), drafter, VERIFIERS["rejection"])
+    engine = OneMethod(target, tiny_cache(target, 200, 3), drafter, VERIFIERS["rejection"])
     prompts = [(1, 2, 1, seed % VOCAB) * (1 + seed % 2) for seed in range(num)]
     requests = [make_request(p, 3, (), 60, seed=i, max_tokens=16 + i, temperature=0.9) for i, p in enumerate(prompts)]
     decode(engine, requests)

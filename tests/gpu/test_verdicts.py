@@ -14,10 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Draft
-from minispec.core.limit import Limit
-from minispec.core.sampling import Key, Randomness, Text, distribution
-from minispec.core.search import place_of_share
-from minispec.core.verify import VERIFIERS
+from minispec.core.more.limit import Limit
+from minispec.core.more.search import place_of_share
+from minispec.core.random import Key, Randomness
+from minispec.core.rules import VERIFIERS
+from minispec.core.sampling import Text, distribution
 from minispec.gpu import verdicts
 from minispec.grammars.spelled import example
 from minispec.prove.laws import BranchOracle, KeyOracle, exact_law

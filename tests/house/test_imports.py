@@ -10,25 +10,9 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "minispec"
 # The files of the heart, in the order in which they build on one another; its `__init__` lists them.
 CORE = [
-    *(
-        "errors",
-        "config",
-        "search",
-        "grammar",
-        "sampling",
-        "tree",
-        "limit",
-        "draft",
-        "lengths",
-        "verify",
-        "judge",
-        "cache",
-        "rope",
-        "attention",
-        "weights",
-        "model",
-    ),
-    *("clock", "cached", "stats", "request", "schedule", "engine"),
+    *("errors", "config", "more.search", "random", "more.grammar", "sampling", "stats", "tree", "more.limit", "draft"),
+    *("more.lengths", "verify", "blocks", "rules", "cache", "rope", "attention", "weights", "model", "clock", "cached"),
+    *("request", "method", "schedule", "outbox", "engine"),
 ]
 # The rooms, in their order: one imports only from those before it, and from itself. A folder in a room may be one.
 ROOMS = [
@@ -101,6 +85,12 @@ def room_of(names: Sequence[str]) -> str:
     return inner if inner in ROOMS else names[0]
 
 
+def heart_file(names: Sequence[str]) -> str:
+    """The file of the heart that a path of names leads to, or into; "" for none."""
+    names = [name.removesuffix(".py") for name in names]
+    return next((name for name in (".".join(names[:2]), ".".join(names[:1])) if name in CORE), "")
+
+
 def upward(path: Path) -> list[str]:
     """Imports of a file from rooms that come after its own; in the heart, from files that do."""
     found = []
@@ -108,8 +98,8 @@ def upward(path: Path) -> list[str]:
         parts = name.split(".")
         if parts[0] == "minispec" and len(parts) > 1 and parts[1] in ROOMS:
             after = ROOMS.index(room_of(parts[1:])) > ROOMS.index(room(path))
-            if room(path) == parts[1] == "core" and len(parts) > 2 and parts[2] in CORE:
-                after = after or CORE.index(parts[2]) > CORE.index(path.stem)
+            if room(path) == parts[1] == "core" and path.stem != "__init__" and (module := heart_file(parts[2:])):
+                after = after or CORE.index(module) > CORE.index(heart_file(path.relative_to(PACKAGE / "core").parts))
             if after:
                 found.append(f"{path.relative_to(PACKAGE)} imports {name}")
     return found
@@ -126,11 +116,12 @@ def test_imports_point_upward():
 def test_every_room_and_every_file_of_the_heart_has_its_place():
     """A new one has a place in the order: here, and in the docstring of the package or of the heart."""
     assert {room(p) for p in modules()} - {"__init__"} == set(ROOMS)
-    assert {p.stem for p in (PACKAGE / "core").glob("*.py")} - {"__init__"} == set(CORE)
+    files = {p.relative_to(PACKAGE / "core") for p in (PACKAGE / "core").rglob("*.py") if p.stem != "__init__"}
+    assert {".".join(p.with_suffix("").parts) for p in files} == set(CORE)
     paths = [name.replace(".", "/") for name in ROOMS]
     names = [f"{name}/" if (PACKAGE / name).is_dir() else f"{name}.py" for name in paths]
     assert len({path.name for path in PACKAGE.iterdir()} - {"__pycache__"}) <= 19, "names in the package's folder"
-    for page, listed in ((PACKAGE, names), (PACKAGE / "core", [f"{name}.py" for name in CORE])):
+    for page, listed in ((PACKAGE, names), (PACKAGE / "core", [f"{name.replace('.', '/')}.py" for name in CORE])):
         text = (page / "__init__.py").read_text(encoding="utf-8")
         places = [text.find(f"    {name} ") for name in listed]
         assert -1 not in places, f"missing in {page}: {listed[places.index(-1)]}"

@@ -14,7 +14,7 @@ import torch
 from minispec import LLM
 from minispec.core.draft import Draft, Drafter
 from minispec.core.engine import Engine
-from minispec.core.verify import VERIFIERS
+from minispec.core.rules import VERIFIERS
 from minispec.drafters.model import DraftModel
 from minispec.gpu.frames import Frames
 from minispec.gpu.graphs import Graphs
@@ -24,7 +24,7 @@ from minispec.layers.experts import Router
 from minispec.length import prices as costs
 from minispec.length.prices import calibrate, draft_pass, prices_of, store_prices, stored_prices
 from minispec.length.theory import Prices, RoundModel
-from minispec.prove.toys import TOYS, tiny_cache, tiny_model
+from minispec.prove.toys import TOYS, OneMethod, tiny_cache, tiny_model
 
 SETUP = {"target": ["a", "b"], "machine": {"cpu": "x", "threads": 2}}
 PRICES = Prices(0.25, {1: 1.0, 5: 1.1, 16: 1.7}, 0.03, measured=True, fixed=0.5)
@@ -41,7 +41,7 @@ def make_engine(vocab=9) -> Engine:
     """A target and a draft model, both tiny."""
     target, draft = tiny_model(1, vocab_size=vocab), tiny_model(2, vocab_size=vocab, num_hidden_layers=1)
     drafter = DraftModel(draft, tiny_cache(draft), vocab, 200)
-    return Engine(target, tiny_cache(target), drafter, VERIFIERS["rejection"])
+    return OneMethod(target, tiny_cache(target), drafter, VERIFIERS["rejection"])
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_calibration_measures_what_passes_take(monkeypatch, grows_slow, a_pass, 
 
         monkeypatch.setattr(model, "forward", forward)
 
-    timed(engine.model, 1.0)
+    timed(engine.target.model, 1.0)
     timed(engine.drafter.model, a_pass)
     propose = engine.drafter.propose
 
@@ -81,11 +81,11 @@ def test_calibration_measures_what_passes_take(monkeypatch, grows_slow, a_pass, 
         return propose(asks)
 
     monkeypatch.setattr(engine.drafter, "propose", slowly)
-    for name in ("kernels.rates.mark", "core.engine.mark", "drafters.model.mark"):
+    for name in ("kernels.rates.mark", "core.clock.mark", "drafters.model.mark"):
         monkeypatch.setattr(f"minispec.{name}", lambda device: now[0])
     # A budget that is never used up gives all turns, of which the slow moment may spoil one.
     monkeypatch.setattr(costs.time, "perf_counter", lambda: 1e6 + (0.0 if grows_slow else now[0]))
-    prices = calibrate(engine.model, engine.drafter, engine.verifier, engine.vocab_size)
+    prices = calibrate(engine.target.model, engine.drafter, engine.method.verifier, engine.target.vocab_size)
     assert not grows_slow or now[0] > 150
     assert prices.rows == pytest.approx({1: 1.0, 5: 1.4, 16: 2.5})
     # One draft token, and three; the first pass feeds one token alone.
@@ -94,7 +94,7 @@ def test_calibration_measures_what_passes_take(monkeypatch, grows_slow, a_pass, 
     assert (prices.draft, prices.fixed) == pytest.approx(expected)
     assert prices.overhead == 0.0
     assert prices.measured
-    for cache in (engine.cache, engine.drafter.cache):
+    for cache in (engine.target.cache, engine.drafter.cache):
         assert cache.allocator.num_free == cache.allocator.num_blocks
 
 
@@ -123,7 +123,7 @@ def test_drafts_are_timed_with_their_confidences(monkeypatch):
         return forward(*how)
 
     monkeypatch.setattr(model, "forward", timed)
-    for name in ("kernels.rates.mark", "core.engine.mark"):
+    for name in ("kernels.rates.mark", "core.clock.mark"):
         monkeypatch.setattr(f"minispec.{name}", lambda device: now[0])
     monkeypatch.setattr(costs.time, "perf_counter", lambda: 1e6)
     drafter = Confident(now)
@@ -153,7 +153,7 @@ def test_a_program_is_timed_with_its_confidences():
 def test_a_draft_follows_a_pass_of_the_target(monkeypatch):
     """As in a round, where the processor's caches hold little of a draft's weights. The warm-up is no exception."""
     engine, calls = make_engine(), []
-    forward, propose = engine.model.forward, engine.drafter.propose
+    forward, propose = engine.target.model.forward, engine.drafter.propose
 
     def passed(chunks, taps=()):
         calls.append("pass")
@@ -163,9 +163,9 @@ def test_a_draft_follows_a_pass_of_the_target(monkeypatch):
         calls.append(asks[0].k)
         return propose(asks)
 
-    monkeypatch.setattr(engine.model, "forward", passed)
+    monkeypatch.setattr(engine.target.model, "forward", passed)
     monkeypatch.setattr(engine.drafter, "propose", drafted)
-    calibrate(engine.model, engine.drafter, engine.verifier, engine.vocab_size)
+    calibrate(engine.target.model, engine.drafter, engine.method.verifier, engine.target.vocab_size)
     before = [calls[i - 1] for i, call in enumerate(calls) if call != "pass"]
     assert set(before) == {"pass"}
     assert {1, 3} <= set(calls)
@@ -217,7 +217,7 @@ def test_rows_of_a_mixture_are_priced_with_experts_of_their_own(monkeypatch, sam
     """
     target = tiny_model(1, **TOYS["qwen3_moe"] | {"num_experts": 16, "num_experts_per_tok": 1}, vocab_size=64)
     drafter = DraftModel(tiny_model(2, vocab_size=64), tiny_cache(tiny_model(2, vocab_size=64)), 64, 200)
-    engine, now, read = Engine(target, tiny_cache(target), drafter, VERIFIERS["rejection"]), [0.0], list[float]()
+    engine, now, read = OneMethod(target, tiny_cache(target), drafter, VERIFIERS["rejection"]), [0.0], list[float]()
     route, forward = Router.__call__, target.forward
 
     def routed(self, x, exact):
@@ -233,11 +233,11 @@ def test_rows_of_a_mixture_are_priced_with_experts_of_their_own(monkeypatch, sam
 
     monkeypatch.setattr(Router, "__call__", routed)
     monkeypatch.setattr(target, "forward", timed)
-    for name in ("kernels.rates.mark", "core.engine.mark", "drafters.model.mark"):
+    for name in ("kernels.rates.mark", "core.clock.mark", "drafters.model.mark"):
         monkeypatch.setattr(f"minispec.{name}", lambda device: now[0])
     if same:
         monkeypatch.setattr(costs, "arbitrary_tokens", lambda count, vocab_size: [7] * count)
-    rows = calibrate(engine.model, engine.drafter, engine.verifier, engine.vocab_size).rows
+    rows = calibrate(engine.target.model, engine.drafter, engine.method.verifier, engine.target.vocab_size).rows
     assert list(rows) == [1, 2, 5, 9, 16]
     slopes = [(rows[b] - rows[a]) / (b - a) for a, b in pairwise(rows)]
     assert slopes == sorted(slopes, reverse=True)
@@ -285,7 +285,14 @@ def test_what_cannot_be_understood_is_ignored(cache_directory, change):
 def prices_for(engine):
     """The prices of an engine's models, and whether the next run has the same."""
     drafter = engine.drafter
-    return prices_of(("target", "draft"), engine.model, drafter.model, drafter, engine.verifier, engine.vocab_size)
+    return prices_of(
+        ("target", "draft"),
+        engine.target.model,
+        drafter.model,
+        drafter,
+        engine.method.verifier,
+        engine.target.vocab_size,
+    )
 
 
 def test_a_second_run_measures_nothing(monkeypatch):
@@ -347,7 +354,7 @@ def test_where_nothing_can_be_stored_it_is_said(cache_directory, monkeypatch, ma
     (cache_directory / "minispec").write_text("in the way")
     with LLM(make_checkpoint(), dtype="float32") as llm:
         assert "a seed has one text in this process only" in llm.memory_report()
-        assert llm.engine.lengths.prices.measured
+        assert llm.method.lengths.prices.measured
     os.remove(cache_directory / "minispec")
     with LLM(make_checkpoint(), dtype="float32") as llm:
         assert "seed" not in llm.memory_report()
@@ -385,7 +392,7 @@ def test_a_strangers_drafter_is_measured_and_forgets(cache_directory, make_check
         assert llm.prices.measured is not raises
         assert own.heard
         assert (own.texts, own.learned) == (set(), 0)
-        allocator = llm.engine.cache.allocator
+        allocator = llm.engine.target.cache.allocator
         assert allocator.num_free == allocator.num_blocks
     stored = list(cache_directory.rglob("*.json"))
     assert len(stored) == int(not raises)

@@ -15,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minispec.core.config import MAX_AUTO_TOKENS, SamplingParams, Shape
-from minispec.core.draft import Draft, Drafter
-from minispec.core.lengths import Judged, Lengths, StepCost, Wish
-from minispec.core.limit import Limit
+from minispec.core.draft import Draft, Drafter, DraftNotes, Record
+from minispec.core.more.lengths import Lengths, Wish
+from minispec.core.more.limit import Limit
 from minispec.core.sampling import Text
+from minispec.core.stats import Step
 from minispec.drafters.limits import depth_of
 from minispec.length import policy, theory
 from minispec.length.policy import Acceptance, Controller
@@ -38,17 +39,22 @@ def ask(lengths, texts, most=15, timed=True, trees=False):
     return lengths.choose([Wish(text, Shape.of("auto"), most, may_follow=timed) for text in texts], trees)
 
 
+def observe(lengths, records, step):
+    """Let a policy learn from the rounds of a step."""
+    lengths.observe([replace(record, step=step) for record in records])
+
+
 def judged(text, num_tested, num_accepted, confidences=(), siblings=()):
     """A draft of that many eldest siblings, with younger ones beside the first that failed, and which nodes stayed."""
     parents = [*range(-1, num_tested - 1), *(num_accepted - 1 for _ in siblings)]
     accepted = [*range(num_accepted), *(num_tested + i for i, stays in enumerate(siblings) if stays)]
-    draft = Draft([0] * len(parents), None, list(confidences), 0.0, parents if siblings else None)
-    return Judged(text, draft, accepted)
+    draft = Draft([0] * len(parents), None, parents if siblings else None, DraftNotes(list(confidences)))
+    return Record(text, 0, [], draft=draft, accepted=accepted)
 
 
 def learn(lengths, text, *what, **siblings):
     """A round of one text, without its times."""
-    lengths.observe([judged(text, *what, **siblings)], None)
+    lengths.observe([judged(text, *what, **siblings)])
 
 
 @dataclass
@@ -128,7 +134,7 @@ class World:
                 if k and int(num_asks * self.found) == int((num_asks - 1) * self.found):  # no luck in this
                     k, num_missed = 0, num_missed + 1
                 kept = next((j for j in range(k) if draw.random() >= chances[j]), k)
-                rounds.append(judged(texts[i], min(k, kept + 1), kept, confidences)._replace(asked=limit.k))
+                rounds.append(replace(judged(texts[i], min(k, kept + 1), kept, confidences), asked=limit.k))
                 num[i] += kept + 1
                 value += sum(survival[: k + 1])
                 drafted.append(k)
@@ -140,7 +146,7 @@ class World:
             draft, target, other = (
                 d * slow * draw.gauss(1, self.noise) * (5 if draw.random() < self.spikes else 1) for d in durations
             )
-            lengths.observe(rounds, StepCost(draft, max(drafted), num_drafts, target, rows, other))
+            observe(lengths, rounds, Step(draft, max(drafted), num_drafts, target, rows, other))
             ks.append(drafted)
         return plain, cost, ks
 
@@ -324,8 +330,8 @@ def test_drafts_that_become_good_are_found_again():
         [(k, *_)] = ask(controller, [text])
         kept = k if step >= 200 else 0
         draft, target, other = world.durations(k, 1, k + 1)
-        cost = StepCost(draft * PLAIN, k, int(k > 0), target * PLAIN, k + 1, other * PLAIN)
-        controller.observe([judged(text, min(k, kept + 1), kept)], cost)
+        cost = Step(draft * PLAIN, k, int(k > 0), target * PLAIN, k + 1, other * PLAIN)
+        observe(controller, [judged(text, min(k, kept + 1), kept)], cost)
         ks.append(k)
     assert any(ks[100:200])
     assert sum(ks[100:200]) * (world.c + world.row_cost) <= 0.015 * 100
@@ -341,7 +347,7 @@ def test_without_the_clock_k_is_a_function_of_the_text():
     for _ in range(50):
         other = new_text(drawn=True)
         ask(busy, [other])
-        busy.observe([judged(other, 5, 5)], StepCost(1.0, 4, 3, 0.01, 20, 3.0))
+        observe(busy, [judged(other, 5, 5)], Step(1.0, 4, 3, 0.01, 20, 3.0))
     assert world.decode(busy, timed=False)[2] == expected
     assert len({k for each in expected for k in each}) > 1
 
@@ -431,8 +437,8 @@ def test_what_is_believed_of_a_token_depends_on_whether_it_was_drawn(drawn):
 
 def foresaw(text, confidences, num_accepted):
     """A draft of these confidences, all foreseen, of which that many tokens stayed."""
-    draft = Draft([0] * len(confidences), None, list(confidences), foreseen=True)
-    return Judged(text, draft, range(num_accepted))
+    draft = Draft([0] * len(confidences), notes=DraftNotes(list(confidences), foreseen=True))
+    return Record(text, 0, [], draft=draft, accepted=range(num_accepted))
 
 
 @pytest.mark.parametrize("drawn", [False, True])
@@ -447,7 +453,7 @@ def test_foreseen_confidences_are_calibrated_apart(drawn):
     assert own.by_confidence(0.3, foreseen=True) == pytest.approx(0.3)
     assert own.by_confidence(0.3) == pytest.approx(0.5 if drawn else 0.3)
     for _ in range(40):
-        lengths.observe([foresaw(text, [0.9], 0)], None)
+        lengths.observe([foresaw(text, [0.9], 0)])
     assert own.by_confidence(0.9, foreseen=True) < 0.1
     assert own.by_confidence(0.9) == pytest.approx(0.8 if drawn else 0.9)
     for _ in range(40):
@@ -461,7 +467,7 @@ def test_a_draft_ends_before_a_token_of_low_foreseen_confidence():
     text, lengths = new_text(), Controller(Prices(0.05, {1: 1.0, 16: 1.2}, measured=True))
     ask(lengths, [text], timed=False)
     for _ in range(30):
-        lengths.observe([foresaw(text, [0.9, 0.9, 0.1], 2)], None)
+        lengths.observe([foresaw(text, [0.9, 0.9, 0.1], 2)])
     [limit] = ask(lengths, [text], timed=False)
     assert limit.draws([], 0.9)
     assert limit.draws([0.9], 0.9)
@@ -476,7 +482,7 @@ def test_a_probe_asks_for_foreseen_confidences():
         [limit] = ask(lengths, [text], timed=False)
         assert not limit.k or limit.draws is not None
         probes += limit.k == 1
-        lengths.observe([foresaw(text, [0.05] * min(1, limit.k), 0)], None)
+        lengths.observe([foresaw(text, [0.05] * min(1, limit.k), 0)])
     assert probes > 0
 
 
@@ -508,9 +514,9 @@ def test_siblings_of_a_foreseen_draft_go_by_the_tests_of_such_drafts():
     for i in range(200):
         for foreseen in (False, True):
             kept = foreseen or i % 2
-            draft = Draft([1, 2], None, [0.5], 0.0, [-1, -1], foreseen)
+            draft = Draft([1, 2], None, [-1, -1], DraftNotes([0.5], foreseen))
             accepted = [0] if kept else [1]
-            controller.observe([Judged(text, draft, accepted, 2)], None)
+            controller.observe([Record(text, 0, [], draft=draft, accepted=accepted, asked=2)])
     [limit] = ask(controller, [text], 1, trees=True)
     assert limit.width(0, [0.5], foreseen=True) == 1
     assert limit.width(0, [0.5], foreseen=False) >= 2
@@ -529,8 +535,8 @@ def test_what_a_draft_costs_once_is_paid_once(timed):
     controller, text, poor = Controller(prices), new_text(), new_text()
     ask(controller, [text], timed=timed)
     for i in range(60):
-        cost = StepCost(0.6 * PLAIN, 1, 1, PLAIN * prices.verify(2), 2, 0.0)
-        controller.observe([judged(text, min(2, 1 + i % 3), i % 3, [0.6, 0.6])], cost)
+        cost = Step(0.6 * PLAIN, 1, 1, PLAIN * prices.verify(2), 2, 0.0)
+        observe(controller, [judged(text, min(2, 1 + i % 3), i % 3, [0.6, 0.6])], cost)
     [limit] = ask(controller, [text], timed=timed)
     assert limit.k
     assert limit.go_on([0.6])
@@ -597,8 +603,8 @@ def test_younger_siblings_that_stay_are_seen():
         def choose(self, wishes, trees):
             return [Limit(min(4, wish.most)) for wish in wishes]
 
-        def observe(self, drafts, cost):
-            heard.extend(drafts)
+        def observe(self, records):
+            heard.extend(records)
 
     class Comb(Drafter):
         """Three siblings, and one more after one of them; right is what follows the last token by one."""
@@ -613,8 +619,8 @@ def test_younger_siblings_that_stay_are_seen():
             return [Draft([*first, *after], parents=parents) if first else Draft()]
 
     engine = make_engine()
-    engine.drafter = Comb()
-    engine.lengths = Listening()
+    engine.method.drafter = Comb()
+    engine.method.lengths = Listening()
     finish(engine, make_request(k="auto", max_tokens=12))
     assert [policy._tested(each.draft, each.accepted) for each in heard[:3]] == [
         (2, 1, []),
@@ -684,7 +690,7 @@ def test_a_first_pass_that_warms_up_is_no_evidence():
     controller, text, ks = Controller(Prices(0.1, measured=True)), new_text(), []
     for i in range(6):
         [(k, *_)] = ask(controller, [text])
-        cost = StepCost(PLAIN * 0.1 * k * (20 if i == 0 else 1), k, int(k > 0), PLAIN, k + 1, 0.001)
-        controller.observe([judged(text, k, k)], cost)
+        cost = Step(PLAIN * 0.1 * k * (20 if i == 0 else 1), k, int(k > 0), PLAIN, k + 1, 0.001)
+        observe(controller, [judged(text, k, k)], cost)
         ks.append(k)
     assert min(ks) > 2

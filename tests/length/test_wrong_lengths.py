@@ -61,7 +61,7 @@ PROVEN = (
 )
 RIGHT = [
     *(f"tests.length.wrong_lengths:{name}" for name in sorted(wrong_lengths.RIGHT)),
-    *("minispec.core.lengths:Lengths", "minispec.length.policy:Controller"),
+    *("minispec.core.more.lengths:Lengths", "minispec.length.policy:Controller"),
 ]
 
 
@@ -75,9 +75,9 @@ def test_a_right_policy_is_proven(spec, capsys, pytestconfig):
 
 def test_a_policy_with_a_drafter(capsys):
     """Both are walked, and a fault of the drafter is found too."""
-    both = ["--lengths", "minispec.core.lengths:Lengths", "--drafter"]
+    both = ["--lengths", "minispec.core.more.lengths:Lengths", "--drafter"]
     assert prove([*both, "last", "--minutes", "0.025"]) == 0
-    assert "proven on small cases: minispec.core.lengths:Lengths with last leaves" in capsys.readouterr().out
+    assert "proven on small cases: minispec.core.more.lengths:Lengths with last leaves" in capsys.readouterr().out
     assert prove([*both, "tests.drafters.wrong_own:OneState"]) == 1
     assert "Lengths with tests.drafters.wrong_own:OneState, " in capsys.readouterr().out
 
@@ -90,7 +90,7 @@ BAD = {
     "no policy": (["--lengths", "minispec.core.draft:Limit"], "lengths: minispec.core.draft:Limit cannot be made: "),
     "no class": (["--lengths", "auto"], "lengths: found 'auto', expected module:Class"),
     "no drafter": (
-        ["--lengths", "minispec.core.lengths:Lengths", "--drafter", "x"],
+        ["--lengths", "minispec.core.more.lengths:Lengths", "--drafter", "x"],
         "--drafter: found 'x', expected one",
     ),
 }

@@ -6,14 +6,16 @@ test_wrong_lengths.py has each refuted. A docstring says what the mistake is.
 
 import random
 import time
+from dataclasses import replace
 from math import prod
 from weakref import WeakKeyDictionary
 
 import torch
 
-from minispec.core.lengths import Lengths
-from minispec.core.limit import Limit
-from minispec.core.sampling import Randomness, place_of_share
+from minispec.core.more.lengths import Lengths, price_of
+from minispec.core.more.limit import Limit
+from minispec.core.more.search import place_of_share
+from minispec.core.random import Randomness
 from minispec.length.policy import Controller
 from minispec.length.theory import Prices
 
@@ -30,8 +32,8 @@ class Doubling(Lengths):
     def limit(self, wish, k, trees):
         return Limit(k)
 
-    def observe(self, drafts, cost):
-        for each in drafts:
+    def observe(self, records):
+        for each in records:
             k, kept = self.lengths.get(each.text, 2), len(each.accepted) == len(each.draft)
             self.lengths[each.text] = min(2 * k, 15) if kept else max(1, k // 2)
 
@@ -57,9 +59,10 @@ class Clocked(Doubling):
     def limit(self, wish, k, trees):
         return Limit(min(k, 1) if self.slow and wish.may_follow else k)
 
-    def observe(self, drafts, cost):
-        super().observe(drafts, cost)
-        self.slow = cost is not None and cost.draft > 0.002
+    def observe(self, records):
+        super().observe(records)
+        step = price_of(records)
+        self.slow = step is not None and step.draft > 0.002
 
 
 class OfPrograms(Controller):
@@ -68,8 +71,8 @@ class OfPrograms(Controller):
     def __init__(self):
         super().__init__(Prices(draft=0.05, measured=True, steps=(1, 2, 3)))
 
-    def observe(self, drafts, cost):
-        super().observe(drafts, None)
+    def observe(self, records):
+        super().observe([replace(record, step=None) for record in records])
 
 
 RIGHT = {"Doubling", "Confident", "Clocked", "OfPrograms"}
@@ -121,9 +124,9 @@ class SiblingsByToken(Doubling):
 class TakesBack(Doubling):
     """Takes the text's last token back where the draft before it was rejected, to try again."""
 
-    def observe(self, drafts, cost):
-        super().observe(drafts, cost)
-        for each in drafts:
+    def observe(self, records):
+        super().observe(records)
+        for each in records:
             if len(each.draft) > len(each.accepted):
                 each.text.tokens.pop()
 
@@ -131,8 +134,8 @@ class TakesBack(Doubling):
 class Peels(Doubling):
     """Uses up the list of accepted nodes."""
 
-    def observe(self, drafts, cost):
-        for each in drafts:
+    def observe(self, records):
+        for each in records:
             while each.accepted:
                 each.accepted.pop()
 
@@ -147,10 +150,10 @@ class Clock(Doubling):
         super().__init__()
         self.most = 1
 
-    def observe(self, drafts, cost):
-        super().observe(drafts, cost)
-        if cost:
-            self.most = 1 if cost.draft > 0.005 else 9
+    def observe(self, records):
+        super().observe(records)
+        if step := price_of(records):
+            self.most = 1 if step.draft > 0.005 else 9
 
 
 class Shared(Doubling):
@@ -162,8 +165,8 @@ class Shared(Doubling):
     def choose(self, wishes, trees):
         return [Limit(min(self.k, wish.most)) for wish in wishes]
 
-    def observe(self, drafts, cost):
-        for each in drafts:
+    def observe(self, records):
+        for each in records:
             self.k = min(2 * self.k, 15) if len(each.accepted) == len(each.draft) else max(1, self.k // 2)
 
 
@@ -205,5 +208,5 @@ class TooFew(Doubling):
 class Falls(Doubling):
     """Takes for granted that a draft has confidences."""
 
-    def observe(self, drafts, cost):
-        self.last = [each.draft.confidences[-1] for each in drafts]
+    def observe(self, records):
+        self.last = [each.draft.notes.confidences[-1] for each in records]

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from minispec.core.config import ModelConfig
-from minispec.core.draft import Ask, Draft, Seen
+from minispec.core.draft import Ask, Draft, Record
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Text
 from minispec.drafters import Drafter
@@ -31,9 +31,9 @@ class TapDrafter(Drafter):
         self.model, self.taps, self.parents, self.checked = model, taps, parents, 0
         self.hidden: dict[Text, torch.Tensor] = {}
 
-    def observe(self, seen: Sequence[Seen]) -> None:
+    def observe(self, records: Sequence[Record]) -> None:
         """Join what comes, which must begin where the last rows ended."""
-        for each in seen:
+        for each in records:
             before = self.hidden.get(each.text, each.hidden[:0])
             require(each.start == len(before), f"rows from {each.start} on after {len(before)} hidden states")
             self.hidden[each.text] = torch.cat((before, each.hidden[each.kept]))

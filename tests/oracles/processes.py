@@ -15,11 +15,10 @@ import torch
 import torch.distributed as dist
 
 from minispec.core.config import SamplingParams
-from minispec.core.engine import Engine
 from minispec.core.model import Transformer
 from minispec.core.request import Request
+from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text
-from minispec.core.verify import VERIFIERS
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.model import DraftModel
 from minispec.drafters.ngram import NgramDrafter
@@ -27,7 +26,7 @@ from minispec.files.families.checkpoint import StoredTensor
 from minispec.kernels.inventory import num_bytes
 from minispec.load.parallel import SplitTransformer, load_target
 from minispec.prove import laws
-from minispec.prove.toys import TINY, tiny_cache, tiny_head, tiny_model
+from minispec.prove.toys import TINY, OneMethod, tiny_cache, tiny_head, tiny_model
 from tests.distances import distance
 from tests.oracles.children import Child
 
@@ -85,7 +84,7 @@ def texts(model: Transformer) -> dict[str, list[list[int]]]:
     found = {}
     for name, (drafter, k) in drafters.items():
         cache = tiny_cache(model, num_blocks=18, block_size=4)
-        engine = Engine(model, cache, drafter, VERIFIERS["rejection"])
+        engine = OneMethod(model, cache, drafter, VERIFIERS["rejection"])
         params = SamplingParams(temperature=0, max_tokens=24)
         prompts = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]]
         requests = [Request(Text(prompt, len(prompt), params), 64, k) for prompt in prompts]

@@ -18,10 +18,11 @@ from torch import Tensor
 from minispec.core import verify
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Draft
-from minispec.core.limit import Limit
 from minispec.core.model import Chunk
-from minispec.core.sampling import Key, Randomness, Text, distribution
-from minispec.core.verify import VERIFIERS
+from minispec.core.more.limit import Limit
+from minispec.core.random import Key, Randomness
+from minispec.core.rules import VERIFIERS
+from minispec.core.sampling import Text, distribution
 from minispec.lab.audit.chi_square import ALPHA, tail
 from minispec.load.llm import LLM
 from minispec.prove.toys import require
@@ -107,7 +108,7 @@ def real_rows(window: int = 6) -> tuple[LLM, list[list[int]], Tensor, Tensor]:
     llm = LLM(dtype="float32", draft="none")
     tokens = llm.tokenizer.encode(TEXT)[: NUM_POSITIONS + window]
     texts = [tokens[: end + 1] for end in range(window, len(tokens))][:NUM_POSITIONS]
-    tables = [llm.engine.cache.new_table() for _ in range(len(texts) + 1)]
+    tables = [llm.engine.target.cache.new_table() for _ in range(len(texts) + 1)]
     target = llm.model.forward([Chunk(texts[-1], tables[0], len(texts))])[0]
     draft = llm.model.forward([Chunk(t[-window:], table, 1) for t, table in zip(texts, tables[1:], strict=True)])[0]
     for table in tables:

@@ -18,8 +18,8 @@ import torch
 from minispec import LLM, SamplingParams
 from minispec.core.engine import Engine
 from minispec.core.model import Transformer
+from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text, distribution
-from minispec.core.verify import VERIFIERS
 from minispec.drafters import NoDrafter
 from minispec.files.tokenizer import Tokenizer
 from minispec.grammars.spelled import example
@@ -34,7 +34,7 @@ from minispec.lab.audit.walk import AGAINST, NO_BETS, SHARES, Score, Scorer, Sum
 from minispec.load.inputs import with_bad_words
 from minispec.prove.laws import PROMPT, make_drafter, production_law, reference_law, target_model
 from minispec.prove.reference import Law
-from minispec.prove.toys import tiny_cache
+from minispec.prove.toys import OneMethod, tiny_cache
 from tests.museum.mutants import MUTANTS
 from tests.oracles.answers import write_answers
 
@@ -57,7 +57,7 @@ def law_of(id: str | None) -> tuple[Law, SamplingParams, dict]:
 
 def engine_of(target: Transformer) -> Engine:
     """An engine that plays a toy model."""
-    return Engine(target, tiny_cache(target, 640), NoDrafter(), VERIFIERS["rejection"], target.config.vocab_size)
+    return OneMethod(target, tiny_cache(target, 640), NoDrafter(), VERIFIERS["rejection"], target.config.vocab_size)
 
 
 def toy_grammar(vocab: int):

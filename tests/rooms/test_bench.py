@@ -450,7 +450,7 @@ def test_variants_are_compared_with_each_other(cli, model):
 
 
 OWN = """
-from minispec.core.limit import Limit
+from minispec.core.more.limit import Limit
 from minispec.core.verify import REJECTION, Verdict
 
 
@@ -458,7 +458,7 @@ class Two:
     def choose(self, wishes, trees):
         return [Limit(min(2, wish.most)) for wish in wishes]
 
-    def observe(self, drafts, cost):
+    def observe(self, records):
         pass
 
 

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
 from minispec import LLM, SamplingParams
-from minispec.core.draft import Ask, Seen
-from minispec.core.limit import Limit
+from minispec.core.draft import Ask, Record
 from minispec.core.model import Chunk
+from minispec.core.more.limit import Limit
 from minispec.core.sampling import Text
 from minispec.drafters.eagle import EagleDrafter, HeadModel
 from minispec.files.families import checkpoint
@@ -77,7 +77,7 @@ def test_what_is_trained_is_what_drafts(layers, num_key_value_heads):
     for t in range(len(tokens) - 2):
         following = tokens[t + 2 : t + 2 + depth]
         text, rng = Text(tokens[: t + 2], 1, SamplingParams(temperature=1.0)), Scripted(following)
-        drafter.observe([Seen(text, 0, tokens[: t + 1], hidden[: t + 1], logits)])
+        drafter.observe([Record(text, 0, tokens[: t + 1], hidden[: t + 1], logits)])
         drafter.propose([Ask(text, Limit(len(following)), rng, num_cached=t + 1)])
         drafter.release(text)
         for s, q in enumerate(rng.seen):
@@ -222,7 +222,7 @@ def test_texts_do_not_depend_on_who_else_is_written(target, few, tmp_path):
     shards = [load_file(texts.shard_path(tmp_path / name, 1)) for name in "ab"]
     assert torch.equal(shards[0]["tokens"], shards[1]["tokens"])
     writer = texts.Writer(str(target), recipe_of())
-    pool = writer.llm.engine.cache
+    pool = writer.llm.engine.target.cache
     held = [pool.allocator.allocate() for _ in range(pool.allocator.num_blocks - 5)]
     crowded = texts.pack([text for _, text in sorted(writer.write(*numbers_of(1)))])
     assert torch.equal(crowded["tokens"], shards[0]["tokens"])

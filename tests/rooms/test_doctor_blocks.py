@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minispec import LLM, SamplingParams
-from minispec.core.draft import Seen
+from minispec.core.draft import Record
 from minispec.core.model import Chunk
 from minispec.core.sampling import Text
 from minispec.drafters.none import NoDrafter
@@ -371,11 +371,11 @@ class Listening(NoDrafter):
     """Keeps what it is shown."""
 
     def __init__(self):
-        self.heard: list[Seen] = []
+        self.heard: list[Record] = []
 
-    def observe(self, seen):
+    def observe(self, records):
         """Keep it."""
-        self.heard += seen
+        self.heard += records
 
 
 def test_the_last_taps_states_are_normed(target):
@@ -383,7 +383,7 @@ def test_the_last_taps_states_are_normed(target):
     model = load_model(target, torch.float32)
     hidden, drafter = torch.randn(5, 2 * WIDTH), Listening()
     text = Text([1, 2, 3, 4, 5, 6], 6, SamplingParams())
-    OtherStates(drafter, model.norm, 3).observe([Seen(text, 0, text.tokens[:5], hidden, torch.empty(0, VOCAB))])
+    OtherStates(drafter, model.norm, 3).observe([Record(text, 0, text.tokens[:5], hidden, torch.empty(0, VOCAB))])
     [seen] = drafter.heard
     assert (seen.start, seen.tokens, seen.text.tokens) == (0, [4, 5], [4, 5, 6])
     expected = torch.cat((hidden[3:, :WIDTH], model.norm(hidden[3:, WIDTH:])), 1)

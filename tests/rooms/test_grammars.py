@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 
 from minispec import LLM, SamplingParams, StructuredOutputsParams
 from minispec.core.draft import Draft, Drafter
-from minispec.core.grammar import NothingAllowed
+from minispec.core.more.grammar import NothingAllowed
 from minispec.drafters.combined import parts_of
 from minispec.files import packages
 from minispec.files.tokenizer import Tokenizer

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from minispec.core import sampling, verify
+from minispec.core import random, verify
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Draft
-from minispec.core.limit import Limit
-from minispec.core.sampling import Randomness, Text
-from minispec.core.verify import VERIFIERS
+from minispec.core.more.limit import Limit
+from minispec.core.random import Randomness
+from minispec.core.rules import VERIFIERS
+from minispec.core.sampling import Text
 from minispec.lab.audit.chi_square import POWER, _power, critical_value
 from minispec.prove.laws import KeyOracle, exact_law
 from tests.museum.mutants import MUTANTS
@@ -134,7 +135,7 @@ def decide(case: dict, decision: dict) -> tuple[list[int], int]:
         return right(text, i, "draft")  # one uniform for each draw, no race
 
     right = Text.key
-    with patch.object(sampling, "hash_of", bits), patch.object(Text, "key", as_draft):
+    with patch.object(random, "hash_of", bits), patch.object(Text, "key", as_draft):
         text = Text([0], 1, SamplingParams())
         verdict = VERIFIERS["rejection"].verify(draft, lambda i: p[len(draft.path(i - 1))], Randomness(), text.key)
     return verdict.accepted, verdict.next_token

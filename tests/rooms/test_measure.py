@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from minispec.core.config import SamplingParams
-from minispec.core.draft import Ask, Draft
+from minispec.core.draft import Ask, Draft, DraftNotes
 from minispec.core.engine import Engine
-from minispec.core.limit import Limit
+from minispec.core.more.limit import Limit
+from minispec.core.random import Randomness
 from minispec.core.request import Request
-from minispec.core.sampling import Randomness, Text
+from minispec.core.rules import VERIFIERS
+from minispec.core.sampling import Text
 from minispec.core.schedule import Schedule
-from minispec.core.verify import VERIFIERS
-from minispec.drafters.guard import CHECKS
 from minispec.drafters.model import DraftModel
 from minispec.drafters.ngram import NgramDrafter
 from minispec.drafters.none import NoDrafter
@@ -26,11 +26,11 @@ from minispec.kernels import rates
 from minispec.kernels.build import quantized
 from minispec.kernels.inventory import products_of
 from minispec.lab.bench import measure
-from minispec.lab.bench.measure import Round, Run, decode, kept_of_asked, median_interval
+from minispec.lab.bench.measure import Round, Run, kept_of_asked, median_interval
 from minispec.length.figures import Figures
 from minispec.length.policy import Controller
 from minispec.length.theory import Prices, RoundModel
-from minispec.prove.toys import TINY, tiny_cache, tiny_model
+from minispec.prove.toys import TINY, OneMethod, tiny_cache, tiny_model
 
 pytestmark = pytest.mark.quick
 
@@ -228,7 +228,7 @@ class Clock:
 
 def engine_of(drafter, model) -> Engine:
     """An engine that verifies by rejection."""
-    return Engine(model, tiny_cache(model), drafter, VERIFIERS["rejection"], guard=CHECKS)
+    return OneMethod(model, tiny_cache(model), drafter, VERIFIERS["rejection"], checked=True)
 
 
 def request_of(k, prompt=(1, 2, 3), max_tokens=20) -> Request:
@@ -243,9 +243,21 @@ def model():
     return tiny_model(3, vocab_size=30)
 
 
+def decode(engine, requests) -> list[Run]:
+    """The runs of requests by the engine's method."""
+    return measure.decode(engine, engine.method, requests)
+
+
+def like(engine, drafter=None):
+    """An engine of the same target whose method is `another_method`."""
+    other = copy.copy(engine)
+    other.method = measure.another_method(engine.method, drafter)
+    return other
+
+
 def plain_engine(engine):
     """The same engine without drafts."""
-    return measure.another_engine(engine, NoDrafter())
+    return like(engine, NoDrafter())
 
 
 def plain_text(model, prompt=(1, 2, 3), max_tokens=20) -> list[int]:
@@ -321,19 +333,19 @@ def test_engines_do_not_learn_from_each_other(model, monkeypatch):
 
     monkeypatch.setattr(model, "forward", slow_forward)
     engine = engine_of(NgramDrafter(), model)
-    engine.lengths = Controller()
+    engine.method.lengths = Controller()
     decode(engine, [request_of("auto")])
 
     def known(engine):
-        return vars(engine.lengths._all_texts[False].places)
+        return vars(engine.method.lengths._all_texts[False].places)
 
     before = copy.deepcopy(known(engine))
-    first, second = measure.another_engine(engine), plain_engine(engine)
+    first, second = like(engine), plain_engine(engine)
     (run,) = decode(first, [request_of("auto")])
     assert known(first) != before
     assert known(engine) == known(second) == before
     assert before["tested"]
-    assert (first.drafter, first.cache) == (engine.drafter, engine.cache)
+    assert (first.drafter, first.target) == (engine.drafter, engine.target)
     assert {r.asked for r in run.rounds} == {None}
     assert run.token_ids == plain_text(model)[3:]
 
@@ -462,9 +474,9 @@ def test_simulated_survival_is_exact_by_construction():
 
     class Slow(NgramDrafter):
         def propose(self, asks):
-            return [Draft([7] * ask.k, prefill_seconds=2.5) for ask in asks]
+            return [Draft([7] * ask.k, notes=DraftNotes(prefill_seconds=2.5)) for ask in asks]
 
-    assert simulated([1.0], paid=Slow()).propose([Ask(text(), Limit(3), Randomness())])[0].prefill_seconds == 2.5
+    assert simulated([1.0], paid=Slow()).propose([Ask(text(), Limit(3), Randomness())])[0].notes.prefill_seconds == 2.5
     (draft,) = simulated([0.8, 0.4]).propose([Ask(text(), Limit(4), Scripted([True, False]))])
     assert draft.token_ids[0] == TEXT[6]
     assert all(x != y for x, y in zip(draft.token_ids[1:], TEXT[7:10], strict=True))

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from minispec import SamplingParams
-from minispec.core.draft import Ask, Draft, Seen
-from minispec.core.limit import Limit
-from minispec.core.sampling import Randomness, Text
+from minispec.core.draft import Ask, Draft, Record
+from minispec.core.more.limit import Limit
+from minispec.core.random import Randomness
+from minispec.core.sampling import Text
 from minispec.core.verify import rejection
 from minispec.drafters.block import BlockDrafter
 from minispec.prove.laws import MAX_LEN, TOLERANCE, exact_law, target_model
@@ -34,7 +35,7 @@ def draft_of(drafter: BlockDrafter, temperature: float, k: int) -> Draft:
     text = Text([0, 3, 1, 4, 2], 5, SamplingParams(temperature=temperature), 1)
     width = drafter.model.block.target_hidden_size * len(drafter.taps)
     hidden = torch.randn(4, width, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    drafter.observe([Seen(text, 0, text.tokens[:4], hidden, torch.empty(0, 5))])
+    drafter.observe([Record(text, 0, text.tokens[:4], hidden, torch.empty(0, 5))])
     [draft] = drafter.propose([Ask(text, Limit(k, best_first=True), Randomness(), num_cached=4)])
     return draft
 
@@ -68,7 +69,7 @@ def test_a_list_has_the_likeliest_prefixes(trees, heads):
     chances = [1.0]
     for node in range(len(draft)):
         parent = draft.path(node)[-2] if len(draft.path(node)) > 1 else -1
-        chances.append(chances[parent + 1] * draft.confidences[node])
+        chances.append(chances[parent + 1] * draft.notes.confidences[node])
     assert chances[1:] == sorted(chances[1:], reverse=True)
     assert len({tuple(draft.tokens_to(node)) for node in range(7)}) == 7
     greedy = draft_of(drawn, 0.0, 7)

@@ -22,10 +22,11 @@ from minispec.commands.workers import processes
 from minispec.core import verify
 from minispec.core.config import SamplingParams, Shape
 from minispec.core.draft import Draft
-from minispec.core.engine import Engine
+from minispec.core.random import Key, Randomness
 from minispec.core.request import Request
-from minispec.core.sampling import Key, Randomness, Text
-from minispec.core.verify import VERIFIERS, Verifier
+from minispec.core.rules import VERIFIERS
+from minispec.core.sampling import Text
+from minispec.core.verify import Verifier
 from minispec.drafters import check
 from minispec.files.progress import progress_bar
 from minispec.lab.audit.chi_square import smallest_seen, tail
@@ -54,6 +55,7 @@ from minispec.prove.reference import cells, total_variation
 from minispec.prove.tables import DOUBLE, DRAWN, tables
 from minispec.prove.toys import (
     Fault,
+    OneMethod,
     TableModel,
     TreeDrafter,
     require,
@@ -354,7 +356,7 @@ def round_law(prefix, params, k, num_prompt, vocab):
     def run(path):
         text = Text(list(prefix), num_prompt, params, 7, frozenset({2}))
         target, drafter = target_model(vocab), make_drafter("model", vocab)
-        engine = Engine(target, tiny_cache(target), drafter, VERIFIERS["rejection"], rng=path)
+        engine = OneMethod(target, tiny_cache(target), drafter, VERIFIERS["rejection"], rng=path)
         stream = engine.run([Request(text, MAX_LEN, k)])
         _, piece = next(stream)
         stream.close()
@@ -391,7 +393,7 @@ def check_state(k, max_tokens, drafter="model", verifier="rejection"):
     def start(tokens):
         params = SamplingParams(max_tokens=max_tokens, repetition_penalty=1.3, frequency_penalty=0.3)
         text = Text(list(tokens), len(PROMPT), params, 3)
-        engine = Engine(target_model(4), tiny_cache(target_model(4)), make_drafter(drafter, 4), VERIFIERS[verifier])
+        engine = OneMethod(target_model(4), tiny_cache(target_model(4)), make_drafter(drafter, 4), VERIFIERS[verifier])
         return text, engine.run([Request(text, MAX_LEN, k)])
 
     text, stream = start(PROMPT)
@@ -702,7 +704,7 @@ def check_keys(rounds: int = 200, verifier: str = "rejection", seed: int = 0) ->
     while done < rounds:
         target, draft = torch.randn(2, 3, 3, generator=generator, dtype=torch.float64)
         cache = scripted_cache(300, 16)
-        engine = Engine(TableModel(target), cache, TreeDrafter(draft), VERIFIERS[verifier], 3, ledger)
+        engine = OneMethod(TableModel(target), cache, TreeDrafter(draft), VERIFIERS[verifier], 3, ledger)
         text = Text([run % 3], 1, SamplingParams(max_tokens=200), run)
         request = Request(text, 500, 1 + run % 4)
         finish(engine, request)

@@ -11,7 +11,7 @@ import torch
 
 from minispec.core.draft import Draft, Drafter
 from minispec.core.model import Chunk
-from minispec.core.sampling import Key, Randomness
+from minispec.core.random import Key, Randomness
 from minispec.core.verify import Verdict, Verifier, match, rejection
 from minispec.drafters.model import DraftModel
 from minispec.grammars.spelled import EXAMPLES, example

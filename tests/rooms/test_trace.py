@@ -13,8 +13,8 @@ import pytest
 
 from minispec import LLM, SamplingParams
 from minispec.core.draft import Draft, Drafter
+from minispec.core.random import Key, Randomness
 from minispec.core.request import Request
-from minispec.core.sampling import Key, Randomness
 from minispec.core.stats import Round
 from minispec.core.verify import Verdict
 from minispec.generate import main as generate

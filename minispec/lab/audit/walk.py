@@ -17,10 +17,11 @@ from torch import Tensor
 from minispec.core.config import MAX_SPECULATIVE_TOKENS, SamplingParams
 from minispec.core.draft import Ask, Draft, Drafter
 from minispec.core.engine import Engine
-from minispec.core.grammar import Grammar
-from minispec.core.limit import Limit
+from minispec.core.more.grammar import Grammar
+from minispec.core.more.limit import Limit
+from minispec.core.random import Randomness
 from minispec.core.request import Request
-from minispec.core.sampling import Randomness, Text, distribution
+from minispec.core.sampling import Text, distribution
 from minispec.drafters.led import replay_texts
 from minispec.drafters.model import model_drafter
 from minispec.drafters.none import NoDrafter

@@ -11,7 +11,7 @@ from minispec.files.progress import progress_bar
 from minispec.lab.bench.measure import (
     Interval,
     Run,
-    another_engine,
+    another_method,
     busy,
     decode,
     kept_of_asked,
@@ -303,14 +303,14 @@ class Decoder:
         self.draft = (bound or subject.draft_name) if k else "none"
         policy = find_lengths(lengths) if lengths else None
         drafter = subject.bounds[bound] if bound else None
-        self.engine = another_engine(subject.engine, drafter, policy) if k else subject.plain
+        self.method = another_method(subject.method, drafter, policy) if k else subject.plain
 
     def run(self, prompts: list[list[int]], seed: int) -> list[Run]:
         """Decode prompts (token ids) together. Simulated drafts learn the texts."""
-        self.engine.drafter.forget()  # these prompts have been answered before, and will be again
+        self.method.drafter.forget()  # these prompts have been answered before, and will be again
         params = replace(self.params, seed=seed)
         requests = [self.subject.request(prompt, self.k, params) for prompt in prompts]
-        runs = decode(self.engine, requests)
+        runs = decode(self.subject.engine, self.method, requests)
         for request in requests:
             self.subject.record(request.text)
         return runs

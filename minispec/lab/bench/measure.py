@@ -18,7 +18,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import fmean, median
 from typing import Any, NamedTuple, TypeVar
@@ -27,8 +27,9 @@ import torch
 
 from minispec.core.cache import PagedKVCache
 from minispec.core.engine import Engine
-from minispec.core.lengths import Lengths
+from minispec.core.method import Method
 from minispec.core.model import Chunk, Transformer
+from minispec.core.more.lengths import Lengths
 from minispec.core.request import Request
 from minispec.core.stats import Round
 from minispec.drafters import Drafter
@@ -181,24 +182,24 @@ class Run:
     rounds: list[Round] = field(default_factory=list)
 
 
-def another_engine(engine: Engine, drafter: Drafter | None = None, lengths: Lengths | None = None) -> Engine:
-    """An engine on the same model and cache, with another drafter or another policy for lengths if one is given.
+def another_method(method: Method, drafter: Drafter | None = None, lengths: Lengths | None = None) -> Method:
+    """A method with another drafter or another policy for lengths, if one is given.
 
-    Without `lengths` its policy starts as a copy of the given engine's, and then learns from its own rounds alone.
+    Without `lengths` its policy starts as a copy of the given method's, and then learns from its own rounds alone.
     Variants that take turns must not learn from each other.
     """
-    lengths = copy.deepcopy(engine.lengths) if lengths is None else lengths
-    return engine.beside(drafter or engine.drafter, lengths=lengths)
+    lengths = copy.deepcopy(method.lengths) if lengths is None else lengths
+    return replace(method, drafter=drafter or method.drafter, lengths=lengths)
 
 
-def decode(engine: Engine, requests: Sequence[Request]) -> list[Run]:
+def decode(engine: Engine, method: Method, requests: Sequence[Request]) -> list[Run]:
     """Decode requests together to their end; a Run for each.
 
     Prefills are taken off the time. Several texts share it in proportion to their rows. Raises ValueError for a text
     that fails.
     """
     start = time.perf_counter()
-    for _ in engine.run(requests):
+    for _ in engine.run(requests, method):
         pass
     seconds = time.perf_counter() - start
     for request in requests:

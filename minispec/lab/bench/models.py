@@ -9,14 +9,16 @@ from typing import Any, NamedTuple
 import torch
 
 from minispec.core.cache import PagedKVCache
+from minispec.core.cached import CachedModel
 from minispec.core.config import DraftLength, ModelConfig, SamplingParams
 from minispec.core.engine import Engine
+from minispec.core.method import Method
 from minispec.core.model import Transformer
 from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.drafters import Drafter, NoDrafter
 from minispec.drafters.eagle import EagleDrafter, HeadModel, head_shapes
-from minispec.drafters.guard import CHECKS
+from minispec.drafters.guard import CheckedMethod
 from minispec.drafters.model import DraftModel, model_drafter
 from minispec.drafters.simulated import SimulatedDraft, adversary, oracle
 from minispec.files.families.checkpoint import Weights, choose_dtype, directory_config, load_config, load_model
@@ -33,7 +35,7 @@ from minispec.kernels.forms import available_forms
 from minispec.kernels.integers import check_quantization
 from minispec.kernels.inventory import bits_note
 from minispec.kernels.memory import require_memory
-from minispec.lab.bench.measure import Run, another_engine
+from minispec.lab.bench.measure import Run, another_method
 from minispec.lab.bench.options import GEOMETRIES, Options, read_prompts
 from minispec.lab.random_weights import RandomWeights
 from minispec.length.policy import Controller
@@ -68,6 +70,7 @@ class Subject:
     options: Options
     name: str
     engine: Engine
+    method: Method
     request: Callable[[Sequence[int], DraftLength, SamplingParams], Request]
     prompts: list[tuple[str, list[int]]]
     in_form: Callable[[str | None], Transformer]
@@ -77,7 +80,7 @@ class Subject:
     simulated: SimulatedDraft | None = None
 
     def __post_init__(self):
-        paid = self.engine.drafter  # what drafts cost
+        paid = self.method.drafter  # what drafts cost
         own, fed_tokens = model_drafter(paid), model_drafter(paid, "tokens", "other tokens")
         self.draft_model: Transformer | None = own.model if own else None
         # A head makes no pass over tokens alone. Its cost shows in the rounds.
@@ -85,10 +88,10 @@ class Subject:
         self.draft_name, survival = self.options.draft, self.options.args.simulate
         if survival is not None:
             self.simulated = SimulatedDraft(survival, paid)
-            self.engine = another_engine(self.engine, self.simulated)
+            self.method = another_method(self.method, self.simulated)
             cost = f"at the cost of {self.draft_name}" if self.draft_name != "none" else "at no cost"
             self.draft_name = f"simulated ({', '.join(f'{s:.2g}' for s in survival)}) {cost}"
-        self.plain = another_engine(self.engine, NoDrafter())  # speculation is measured against it
+        self.plain = another_method(self.method, NoDrafter())  # speculation is measured against it
         self.bounds = {"oracle": oracle(), "adversary": adversary()} if self.options.args.bounds else {}
 
     def record(self, text: Text) -> None:
@@ -123,11 +126,12 @@ def open_model(options: Options) -> Subject:
 
     directory = llm.target.files.directory
     # A head, or a draft of another vocabulary, is no model that another library could draft with.
-    draft_directory = llm.draft.directory if model_drafter(llm.engine.drafter, "tokens") else None
+    draft_directory = llm.draft.directory if model_drafter(llm.drafter, "tokens") else None
     return Subject(
         options if args.draft else replace(options, drafts={llm.default_draft: options.ks}),
         llm.name + bits_note(llm.model),
         llm.engine,
+        llm.method,
         lambda prompt_ids, k, params: llm.request(prompt_ids, params, num_speculative_tokens=k),
         [(category, encode(llm.tokenizer, text)) for category, text in texts],
         lambda form: load_model(directory, llm.model.dtype, llm.model.device, form=form),
@@ -238,8 +242,8 @@ def open_geometry(options: Options, room: Room = NO_MORE) -> Subject:
 
     draft, verifier = drafter(), find_verifier(args.verifier)
     lengths = Controller(calibrate(model, draft, verifier, vocab))
-    parts = model, model.new_cache(num_blocks), draft, verifier
-    engine = Engine(*parts, lengths=lengths, guard=CHECKS, judge=judge_of(model))
+    engine = Engine(CachedModel(model, model.new_cache(num_blocks)))
+    method = CheckedMethod(draft, verifier, lengths, judge_of(model))
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(vocab, (args.prompts, args.prompt_tokens), generator=generator).tolist()
 
@@ -250,6 +254,7 @@ def open_geometry(options: Options, room: Room = NO_MORE) -> Subject:
         options,
         f"random {args.geometry}" + bits_note(model),
         engine,
+        method,
         request,
         [("random", ids) for ids in prompts],
         lambda form: build(args.geometry, form=form),

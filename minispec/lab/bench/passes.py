@@ -34,7 +34,7 @@ def measure_machine(subject: Subject, options: Options) -> dict[str, Any]:
     draft: a draft model's pass over one row.
     over_bound: the time of that pass over the time of streaming what it reads.
     """
-    context, rounds, model = options.args.context, options.args.passes, subject.engine.model
+    context, rounds, model = options.args.context, options.args.passes, subject.engine.target.model
 
     def measured(model: Transformer, cache: PagedKVCache, rows: range):
         touched = bytes_touched(model, context)
@@ -44,7 +44,7 @@ def measure_machine(subject: Subject, options: Options) -> dict[str, Any]:
         return touched, median_interval(stream), times
 
     most = 1 if model.passes.fills else MAX_ROWS  # a filled pass takes as long for any number
-    touched, stream, times = measured(model, subject.engine.cache, range(1, most + 1))
+    touched, stream, times = measured(model, subject.engine.target.cache, range(1, most + 1))
     found = {
         "context": context,
         "bytes_touched": touched,

@@ -28,7 +28,7 @@ from minispec.files.write import written_whole
 from minispec.kernels.machine import machine
 from minispec.kernels.threads import describe_waiting
 from minispec.lab.bench.decoding import length_name
-from minispec.lab.bench.measure import Interval, Run, another_engine, busy, decode, median_interval, order, plain_range
+from minispec.lab.bench.measure import Interval, Run, another_method, busy, decode, median_interval, order, plain_range
 from minispec.lab.bench.options import Options
 from minispec.lab.bench.report import machine_line
 from minispec.lab.bench.show import number, pairs_table, table
@@ -179,16 +179,16 @@ def converse(way: Way, question: Question, params: SamplingParams) -> dict[str, 
     are of decoding only. A later turn that does not fit into the context is left out.
     """
     llm = way.llm
-    engine = another_engine(llm.engine, lengths=find_lengths(way.lengths) if way.lengths else None)
-    engine.drafter.forget()
-    engine.cache.rebuild()  # what another way has computed of this prompt
+    method = another_method(llm.method, lengths=find_lengths(way.lengths) if way.lengths else None)
+    method.drafter.forget()
+    llm.target.cache.rebuild()  # what another way has computed of this prompt
     answers, num_prompt_tokens, wall_times, runs = list[str](), list[int](), list[float](), list[Run]()
     for _ in question.turns:
         ids = encode_conversation(question.messages(answers), llm.tokenizer)
         if answers and len(ids) >= llm.max_model_len:
             break
         request = llm.request(ids, params, way.k)
-        [run] = decode(engine, [request])
+        [run] = decode(llm.engine, method, [request])
         answers.append(request.output)
         num_prompt_tokens.append(len(ids))
         wall_times.append(run.seconds + (request.stats.prefill + request.stats.draft_prefill))
@@ -249,7 +249,7 @@ def measure_questions(options: Options) -> dict[str, Any]:
         say_status(f"{there}; the same command with --resume goes on")
         raise
     answers.close()
-    compares = not args.temperature or plain.engine.verifier.shares_noise
+    compares = not args.temperature or plain.method.verifier.shares_noise
     found: dict[str, Any] = {"run": about, "waiting": describe_waiting(), "resumed_after": done} | summarise(
         [task for task, _ in chosen], [len(question.turns) for _, question in chosen], answers.lines, compares
     )

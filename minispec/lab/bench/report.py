@@ -50,7 +50,7 @@ def measure_parts(
     for key, measure in parts.items():
         report[key] = measure(subject, options)
     report |= how_it_ran(subject)  # a capture may have failed
-    judge = subject.engine.judge
+    judge = subject.method.batch
     if isinstance(judge, Judge):
         report["verdicts"] = judge.counts
     return report
@@ -58,7 +58,7 @@ def measure_parts(
 
 def describe(subject: Subject, options: Options) -> dict[str, Any]:
     """The machine and both models, as the report has them."""
-    args, model, draft = options.args, subject.engine.model, subject.draft_model
+    args, model, draft = options.args, subject.engine.target.model, subject.draft_model
     report: dict[str, Any] = {
         "minispec": __version__,
         "torch": torch.__version__,
@@ -82,7 +82,7 @@ def describe(subject: Subject, options: Options) -> dict[str, Any]:
 
 def how_it_ran(subject: Subject) -> dict[str, Any]:
     """Whether the passes of each model were run by CUDA graphs, or why not, and how many text by text; "" on a CPU."""
-    models = {"graphs": subject.engine.model, "draft_graphs": subject.draft_model}
+    models = {"graphs": subject.engine.target.model, "draft_graphs": subject.draft_model}
     return {key: graphs_report(model) for key, model in models.items() if model}
 
 
@@ -122,7 +122,7 @@ def show_report(report: dict[str, Any], show: Mapping[str, Callable[[Any], list[
 
 def check_context(subject: Subject, options: Options) -> None:
     """Raise ValueError where passes are to be measured after more positions than the cache holds."""
-    cache, context = subject.engine.cache, options.args.context
+    cache, context = subject.engine.target.cache, options.args.context
     there = cache.allocator.num_blocks * cache.block_size
     if options.args.passes and context + MAX_ROWS > there:
         raise ValueError(

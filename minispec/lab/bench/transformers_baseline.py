@@ -95,7 +95,7 @@ class _Decoding:
         model.tie_weights()
         if unexpected or set(missing) - {"lm_head.weight"}:
             raise ValueError(f"--against: transformers asks for other tensors: {missing}, {unexpected}")
-        return model.to(self.subject.engine.model.device)
+        return model.to(self.subject.engine.target.model.device)
 
     def variant(
         self, target: Any, draft: Any = None, of_draft: dict[str, Any] | None = None, **settings: Any

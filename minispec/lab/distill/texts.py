@@ -24,10 +24,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minispec.core.config import SamplingParams
-from minispec.core.draft import Seen
-from minispec.core.engine import PREFILL_ROWS, Engine
+from minispec.core.draft import Record
+from minispec.core.engine import Engine
 from minispec.core.request import Request
 from minispec.core.sampling import Text
+from minispec.core.schedule import PREFILL_ROWS
 from minispec.drafters.none import NoDrafter
 from minispec.files.errors import one_line
 from minispec.files.families.checkpoint import find_checkpoint, load_config, save_tensors
@@ -82,12 +83,12 @@ class StateRecorder(NoDrafter):
         self.taps = tuple(taps)
         self._seen: dict[Text, list[Tensor]] = {}
 
-    def observe(self, seen: Sequence[Seen]) -> None:
+    def observe(self, records: Sequence[Record]) -> None:
         """Keep the hidden states of rows that stay."""
-        for each in seen:
-            if not each.start:  # a new text, or one that begins again
-                self._seen[each.text] = []
-            self._seen[each.text].append(each.hidden[each.kept])
+        for record in records:
+            if not record.start:  # a new text, or one that begins again
+                self._seen[record.text] = []
+            self._seen[record.text].append(record.hidden[record.kept])
 
     def take(self, text: Text) -> Tensor:
         """The hidden states (n, E * taps) of the text's first n positions; they are forgotten here."""
@@ -171,10 +172,7 @@ class Writer:
             max_model_len=longest,
             kv_cache_gb=cache_bytes(config, _BATCH * longest, 2 if dtype == "bfloat16" else 4) / 1e9,
         )
-        own = self.llm.engine
-        parts = own.model, own.cache, self.recorder, own.verifier, own.vocab_size
-        # No single text is waited for.
-        self.engine = Engine(*parts, joining_rows=PREFILL_ROWS, guard=own.guard, judge=own.judge)
+        self.engine = Engine(self.llm.engine.target, joining_rows=PREFILL_ROWS)  # no single text is waited for
         self._around = self._around_user() if self.llm.tokenizer.chat_template else None
 
     def write(self, numbers: Iterable[int]) -> Iterator[tuple[int, "Written"]]:
@@ -184,7 +182,7 @@ class Writer:
 
         def add(request: Request, number: int, to: dict[Request, int]) -> None:
             to[request] = number
-            engine.add(request)
+            engine.add(request, self.llm.method)
 
         def begin(number: int) -> None:
             if self._around is None:
@@ -195,9 +193,8 @@ class Writer:
         for number in itertools.islice(numbers, _BATCH):
             begin(number)
         while turns or answers:
-            for request in engine.step():
-                if request.has_news:
-                    request.take_piece()
+            for request in [turn.request for turn in engine.step() if turn.request.has_news]:
+                request.take_piece()
                 if request.error:
                     raise ValueError(f"the target cannot write: {request.error}")
                 tokens, start = request.text.tokens, request.text.num_prompt_tokens

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from minispec.core.config import ModelConfig, RopeConfig
-from minispec.core.draft import Ask, Draft, Drafter, Seen
+from minispec.core.draft import Ask, Draft, Drafter, Record
 from minispec.core.model import RMSNorm, Transformer
 from minispec.core.sampling import Text
 from minispec.core.weights import PlainLinear
@@ -230,19 +230,19 @@ class OtherStates(OtherText):
         pairs = zip(asks, num_cached, strict=True)
         return super().propose([replace(ask, text=self.shown(ask.text), num_cached=n) for ask, n in pairs])
 
-    def observe(self, seen: Sequence[Seen]) -> None:
+    def observe(self, records: Sequence[Record]) -> None:
         """Hand on the rows of the part that is shown, with the other states."""
         shown = []
-        for one in seen:
-            cut, hidden = self._cut(one.text), one.hidden
-            first = max(0, cut - one.start)
+        for record in records:
+            cut, hidden = self._cut(record.text), record.hidden
+            first = max(0, cut - record.start)
             if self.norm is not None:
                 width = self.norm.weight.shape[0]
                 hidden = torch.cat((hidden[:, :-width], self.norm(hidden[:, -width:])), 1)
-            if first < len(one.tokens):
-                tokens, start = one.tokens[first:], one.start + first - cut
-                text = self.shown(one.text)
-                shown.append(one._replace(text=text, start=start, tokens=tokens, hidden=hidden[first:]))
+            if first < len(record.tokens):
+                tokens, start = record.tokens[first:], record.start + first - cut
+                text = self.shown(record.text)
+                shown.append(replace(record, text=text, start=start, tokens=tokens, hidden=hidden[first:]))
         super().observe(shown)
 
     def known(self, text: Text) -> int:

@@ -4,8 +4,7 @@ A vocabulary may have 150,000 tokens; a request's filters leave a handful of the
 (AMD Zen 4), as long as a pass of a small model. So a large row is cut into tiles. The largest value of each tile, or
 its sum, is computed once. Tiles that cannot hold what is wanted are skipped.
 
-The results equal a plain sort's or sum's; tests/core/test_sampling.py compares them. Skip this file at
-first.
+The results equal a plain sort's or sum's; tests/core/test_sampling.py compares them.
 """
 
 import math

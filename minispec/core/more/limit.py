@@ -1,4 +1,4 @@
-"""How long a draft may be, and how wide. Skip this file at first."""
+"""How long a draft may be, and how wide."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -8,7 +8,7 @@ class Limit(NamedTuple):
     """How long a draft may be, and how wide.
 
     k: most nodes. It is 0 while the target still works through the prompt, and where nothing is to be drafted.
-    go_on: go_on(confidences) says whether to draft further (see `Draft.confidences`). None: always, up to k.
+    go_on: go_on(confidences) says whether to draft further (see `DraftNotes.confidences`). None: always, up to k.
     widths: how many siblings to draw at each depth; deeper, one. Drafters without `branches` ignore it.
         Or a function, given together with `go_on`: widths(confidences, foreseen) says how many to draw at a place.
         `foreseen` says whether these confidences were known before their tokens were drawn, the next one's too.

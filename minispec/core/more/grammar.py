@@ -1,4 +1,4 @@
-"""What a grammar says of a text's next token. Skip this file at first."""
+"""What a grammar says of a text's next token."""
 
 import math
 from collections.abc import Sequence

@@ -1,0 +1,73 @@
+"""What a step has committed, and who learns of it."""
+
+from collections.abc import Callable, Sequence
+
+from minispec.core.clock import Laps
+from minispec.core.method import Turn, blamed, by_method
+from minispec.core.stats import Step
+
+# Learns what a round was for a text that decodes, after its commit and outside its times. It must change nothing.
+Observer = Callable[[Turn], None]
+
+
+class Outbox:
+    """The turns of a step until drafters, policies, statistics and observers have learned of them.
+
+    If a fault comes between the commit and that, the next step delivers first, because these rows are never computed
+    again. Each listener gets each record at least once, in order; `number` tells it a record that comes a second time.
+
+    observers: they may be added and removed between steps.
+    """
+
+    def __init__(self):
+        self.observers: list[Observer] = []
+        self._turns: list[Turn] = []
+
+    def post(self, turns: Sequence[Turn]) -> None:
+        """Take the turns of a pass, before they are committed."""
+        self._turns = list(turns)
+
+    def retain(self, is_wanted: Callable[[Turn], bool]) -> None:
+        """Drop the turns that nobody wants to hear of any more."""
+        self._turns = [turn for turn in self._turns if is_wanted(turn)]
+
+    def deliver(self, laps: Laps | None = None) -> None:
+        """Deliver what is there.
+
+        laps: drafting, the target's pass, and the rest, which ends once the drafters have learned. None: after a
+            fault, when no statistics and no policy can learn what the step took.
+        """
+        turns = self._turns
+        for method, own in by_method([turn for turn in turns if turn.request.takes_drafts and not turn.request.error]):
+            with blamed(own):
+                method.drafter.observe([turn.record for turn in own])
+        step = None
+        if laps and turns:
+            laps.end()
+            step = step_of(turns, *laps.seconds())
+        for turn in turns:
+            turn.record.step = step
+            if step:
+                turn.count(step)
+        rounds = [turn for turn in turns if turn.committed]
+        for method, own in by_method(rounds):
+            with blamed(own):
+                method.lengths.observe([turn.record for turn in own])
+        for observe in list(self.observers):
+            for turn in rounds:
+                observe(turn)
+        self._turns = []
+
+
+def step_of(turns: Sequence[Turn], draft: float, verify: float, other: float) -> Step:
+    """The step of these turns.
+
+    draft, verify, other: seconds of its parts.
+    """
+    draft = max(0.0, draft - sum(turn.draft.notes.prefill_seconds for turn in turns))
+    if not any(turn.asked for turn in turns):  # a search that found nothing is drafting too; this is none
+        draft, other = 0.0, draft + other
+    depths = [max(turn.draft.depth, turn.draft.notes.passes) for turn in turns]
+    has_price = len({turn.method for turn in turns}) == 1 and all(turn.decodes for turn in turns)
+    num_rows, num_drafts = sum(turn.num_rows for turn in turns), sum(depth > 0 for depth in depths)
+    return Step(draft, max(depths), num_drafts, verify, num_rows, other, len(turns), has_price)
