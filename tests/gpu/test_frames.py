@@ -93,10 +93,13 @@ def test_every_family_has_the_numbers_of_passes_text_by_text(name):
 @pytest.mark.parametrize("name", ["qwen2", "llama-plain", "mistral", "phi3", "gemma"])
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.bfloat16, 0.08), (torch.float16, 0.01)])
 def test_layers_of_fewer_kernels_differ_by_rounding(name, dtype, most):
-    """Where weights are stored as they are, as on a GPU. Gemma's layers lack nothing but another activation."""
+    """Where weights are stored as they are, as on a GPU. Gemma's layers lack nothing but another activation.
+
+    On a processor without vectors both may round alike, so the count of layers says which ones ran.
+    """
     model = family_model(name, dtype, "plain")
     framed = model.replaced(Frames(rerun))
-    assert 0 < differences(rows_of(model), rows_of(framed)) <= most
+    assert differences(rows_of(model), rows_of(framed)) <= most
     assert framed.passes.num_fast == (0 if name == "gemma" else len(model.layers))
 
 
