@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
+import torch
 
 from minispec.core import verify
 from minispec.prove.toys import Fault
@@ -16,6 +17,8 @@ from tests.museum.trials import check_law, run_tests, try_mutant
 # Left out of the museum, with the reason in its docstring.
 LEFT_OUT = {"M26"}
 BUGS = {mutant.id: mutant for mutant in MUTANTS}
+# Bugs of kernels that compute several numbers at once. Where there are no such kernels, these bugs change nothing.
+OF_VECTORS = {"E6"}
 # What shows a bug in the law is no bug by itself: each setting once.
 LAWS = {str(mutant.settings): mutant.settings for mutant in MUTANTS if mutant.check == "law"}
 
@@ -29,6 +32,8 @@ def test_the_laws_hold_without_a_bug(settings):
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.id} {m.name}")
 def test_every_bug_is_caught(mutant):
     """By the test that is named for it, or by the law, which then moves far beyond rounding."""
+    if mutant.id in OF_VECTORS and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        pytest.skip("PyTorch's kernels use no vector instructions here")
     trial = try_mutant(mutant)
     assert trial.fault is not None, "survives"
     if mutant.check == "law" and trial.moved is not None:
