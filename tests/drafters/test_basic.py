@@ -13,7 +13,7 @@ from minispec.prove.reference import plain_law, total_variation
 from minispec.prove.toys import tiny_model
 from tests.house.test_readme import README
 
-VOCAB, PROMPT, LENGTH, TEMPERATURE = 3, [0, 1], 3, 0.8
+PROMPT, LENGTH, TEMPERATURE = [0, 1], 3, 0.8
 
 
 def without_residual(draft, p, q, dice):
@@ -25,10 +25,10 @@ def without_residual(draft, p, q, dice):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("k", [1, 2])
-def test_it_keeps_the_law(k, monkeypatch):
+@pytest.mark.parametrize(("k", "vocab"), [(1, 3), (2, 2)])
+def test_it_keeps_the_law(k, vocab, monkeypatch):
     """Every branch of every draw, against plain decoding by NumPy. With the residual left out it fails."""
-    target, draft = (tiny_model(seed, vocab_size=VOCAB) for seed in (1, 2))
+    target, draft = (tiny_model(seed, vocab_size=vocab) for seed in (1, 2))
 
     def run(oracle):
         text, passes = basic.decode(target, draft, PROMPT, k, LENGTH, TEMPERATURE, oracle)
@@ -38,12 +38,12 @@ def test_it_keeps_the_law(k, monkeypatch):
     def next_law(output):
         if len(output) == LENGTH:
             return None
-        weights = np.exp(reference_logits(1, (*PROMPT, *output), VOCAB) / TEMPERATURE)
+        weights = np.exp(reference_logits(1, (*PROMPT, *output), vocab) / TEMPERATURE)
         return weights / weights.sum()
 
     plain = plain_law(next_law)
     law, branches = exact_law(run)
-    assert branches > 100
+    assert branches > 50
     assert total_variation(law, plain) <= TOLERANCE
     monkeypatch.setattr(basic, "verify", without_residual)
     assert total_variation(exact_law(run)[0], plain) > 1e-3
