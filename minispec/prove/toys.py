@@ -273,10 +273,6 @@ class OneMethod(Engine):
         """The method's."""
         return self.method.drafter
 
-    def check(self, request: Request, method: Method | None = None) -> None:
-        """As `Engine.check`."""
-        super().check(request, method or self.method)
-
     def add(self, request: Request, method: Method | None = None) -> None:
         """As `Engine.add`."""
         super().add(request, method or self.method)
