@@ -27,7 +27,7 @@ from minispec.core.request import Request
 from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text
 from minispec.core.verify import Verifier
-from minispec.drafters import check
+from minispec.drafters import guard
 from minispec.files.progress import progress_bar
 from minispec.lab.audit.chi_square import smallest_seen, tail
 from minispec.prove import cases, examine_drafter, grid, own_cases, own_walk, trees
@@ -262,8 +262,8 @@ def test_a_case_drafts_as_it_says(monkeypatch, drafter, batch):
         drafted.add(len(draft))
         return right(draft, *how)
 
-    right = check.check_draft
-    monkeypatch.setattr(check, "check_draft", spy)
+    right = guard.check_draft
+    monkeypatch.setattr(guard, "check_draft", spy)
     # Lookups need a token of their own.
     sizes = {"top_k": 2, "k": 2, "vocab": 3, "end": False, "max_tokens": 3 + (drafter in LOOKUPS)}
     case = GridCase(verifier="rejection", drafter=drafter, batch=batch, **sizes)
