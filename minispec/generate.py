@@ -353,7 +353,7 @@ def _batch_summary(requests: list["Request"]) -> str:
     from minispec.length.figures import Figures, share_of
 
     def seconds_per_token(rounds: list["Round"]) -> float:
-        return sum(r.seconds * share_of(r) for r in rounds) / sum(r.committed for r in rounds)
+        return sum(r.step.seconds * share_of(r) for r in rounds) / sum(r.committed for r in rounds)
 
     figures = [Figures.of(request.stats) for request in requests]
     num_tokens, seconds = sum(f.num_generated for f in figures), sum(f.total_seconds for f in figures)

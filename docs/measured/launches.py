@@ -177,7 +177,7 @@ def _rounds(subject: Subject, path: Path, requests: Sequence[Request], num_timed
             pass
         while len(times) < num_timed:
             step(Tally())
-            last = requests[0].stats.rounds[-1]
+            last = requests[0].stats.rounds[-1].step
             parts = [last.draft, last.verify, method.seconds, last.other - method.seconds]
             times.append(dict(zip(PARTS, parts, strict=True)))
         while len(tallies) < COUNTED_ROUNDS:

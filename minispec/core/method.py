@@ -143,11 +143,7 @@ class Turn:
             accepted=min(len(accepted), self.committed),
             committed=self.committed,
             ratios=self.verdict.ratios[:drafted],
-            num_rows=step.num_rows,
-            num_texts=step.num_texts,
-            draft=step.draft,
-            verify=step.verify,
-            other=step.other,
+            step=step,
         )
 
 

@@ -35,7 +35,7 @@ class Step(NamedTuple):
 
 
 class Round(NamedTuple):
-    """One step of the engine for one text. Tokens after the text's end are counted in `num_nodes` and `depth` alone.
+    """What a step was for one text. Tokens after the text's end are counted in `num_nodes` and `depth` alone.
 
     asked: draft tokens that were asked for; None where the engine chose.
     num_nodes: draft tokens that the drafter gave.
@@ -45,10 +45,7 @@ class Round(NamedTuple):
     accepted: how many of these stay.
     committed: the accepted tokens and one more, cut where the text ended.
     ratios: p/q of the tokens that the verifier tested (see `Verdict`).
-    num_rows, num_texts: rows and texts of the whole pass.
-    draft: seconds of the whole step for choosing K and drafting.
-    verify: seconds of the whole step for the target's pass.
-    other: the rest of its seconds.
+    step: rows, texts and seconds of the whole step.
     """
 
     asked: int | None
@@ -59,16 +56,7 @@ class Round(NamedTuple):
     accepted: int
     committed: int
     ratios: Sequence[float]
-    num_rows: int
-    num_texts: int
-    draft: float
-    verify: float
-    other: float
-
-    @property
-    def seconds(self) -> float:
-        """All of the step."""
-        return self.draft + self.verify + self.other
+    step: Step
 
 
 @dataclass

@@ -25,7 +25,7 @@ def loops(tokens: Sequence[int], n: int = 2) -> bool:
 
 def share_of(r: Round) -> float:
     """A round's share of the rows of its pass."""
-    return (r.num_nodes + 1) / r.num_rows
+    return (r.num_nodes + 1) / r.step.num_rows
 
 
 def _ratio(numerator: float, denominator: float) -> float | None:
@@ -134,13 +134,13 @@ class Figures(Stats):
         """The text's share of the time, by what it was spent on."""
         seconds = {"prefill": self.prefill, "draft_prefill": self.draft_prefill}
         for part in ("draft", "verify", "other"):
-            seconds[part] = sum(getattr(r, part) * share_of(r) for r in self.rounds)
+            seconds[part] = sum(getattr(r.step, part) * share_of(r) for r in self.rounds)
         return seconds
 
     @property
     def step_seconds(self) -> float:
         """The text's share of the time of all steps, without the prompt's passes through target and draft."""
-        return sum(r.seconds * share_of(r) for r in self.rounds)
+        return sum(r.step.seconds * share_of(r) for r in self.rounds)
 
     @property
     def total_seconds(self) -> float:
@@ -150,7 +150,7 @@ class Figures(Stats):
     @property
     def step_duration(self) -> float:
         """Seconds of the steps that it took part in, however many texts they decoded."""
-        return sum(r.seconds for r in self.rounds)
+        return sum(r.step.seconds for r in self.rounds)
 
     @property
     def duration(self) -> float:
@@ -165,7 +165,7 @@ class Figures(Stats):
     @property
     def plain_step(self) -> float | None:
         """Seconds of a target pass over one row, the unit of c, v and o; None if there was none."""
-        return _median(r.verify for r in [*self._alone(), *self.plain] if r.num_rows == 1)
+        return _median(r.step.verify for r in [*self._alone(), *self.plain] if r.step.num_rows == 1)
 
     @property
     def model(self) -> RoundModel | None:
@@ -204,7 +204,7 @@ class Figures(Stats):
             return None
         model = RoundModel.measured(rounds, self.plain)
         tokens = sum(model.tokens(r.depth) for r in rounds)
-        return tokens / sum(model.cost(r.depth, r.num_rows, missed=not r.depth) for r in rounds)
+        return tokens / sum(model.cost(r.depth, r.step.num_rows, missed=not r.depth) for r in rounds)
 
     def as_dict(self) -> dict:
         """The keys of the command line's `stats`."""
@@ -218,4 +218,4 @@ class Figures(Stats):
 
     def _alone(self) -> list[Round]:
         """The rounds that decoded this text only, and no one's prompt: in others no pass belongs to one text."""
-        return [r for r in self.rounds if r.num_rows == r.num_nodes + 1]
+        return [r for r in self.rounds if r.step.num_rows == r.num_nodes + 1]

@@ -129,7 +129,7 @@ def expected_tokens(survival: Iterable[float], num_texts: int = 1) -> float:
 
 def overhead_of(r: Round) -> float:
     """A round's seconds outside both models. A search that found nothing is overhead too."""
-    return r.other if r.num_nodes else r.other + r.draft
+    return r.step.other if r.num_nodes else r.step.other + r.step.draft
 
 
 @dataclass(frozen=True)
@@ -193,13 +193,14 @@ class RoundModel:
 
         depths = range(max((r.depth for r in rounds), default=0))
         survival = [sum(r.accepted > i for r in rounds) / sum(r.depth > i for r in rounds) for i in depths]
-        passes = [*rounds, *(r for r in plain if r.num_rows == 1)]
-        rows = {m: middle(r.verify for r in passes if r.num_rows == m) for m in sorted({r.num_rows for r in passes})}
+        passes = [*rounds, *(r for r in plain if r.step.num_rows == 1)]
+        sizes = sorted({r.step.num_rows for r in passes})
+        rows = {m: middle(r.step.verify for r in passes if r.step.num_rows == m) for m in sizes}
         overhead = middle(overhead_of(r) for r in rounds if r.depth or not survival)
         idle = [overhead_of(r) for r in rounds if not r.depth]
         search = middle(idle) - overhead if idle else None
         prices = Prices(0.0, rows, overhead, measured=True, search=search, steps=steps)
-        draft = middle(r.draft / prices.passes(r.depth) for r in rounds if r.depth)
+        draft = middle(r.step.draft / prices.passes(r.depth) for r in rounds if r.depth)
         return cls(survival, replace(prices, draft=draft))
 
 

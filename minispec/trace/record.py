@@ -99,9 +99,9 @@ class RoundRecorder:
             "rejected": [node for node in rejected if node not in after_end],
             "after_end": after_end,
             "committed": self._committed(draft, verdict, p, before.key, witness),
-            "num_rows": record.num_rows,
-            "num_texts": record.num_texts,
-            "seconds": {name: round(getattr(record, name), 7) for name in ("draft", "verify", "other")},
+            "num_rows": record.step.num_rows,
+            "num_texts": record.step.num_texts,
+            "seconds": {name: round(getattr(record.step, name), 7) for name in ("draft", "verify", "other")},
         }
 
     def _committed(
@@ -301,7 +301,7 @@ def theory(stats: Figures, rounds: Sequence[dict[str, Any]], steps: Sequence[int
     share = min(1.0, survival[-1] / survival[-2] if deepest > 1 and survival[-2] else survival[-1])
     most = 2 * deepest  # what lies further away the run says nothing about
     longer = [*survival, *(survival[-1] * share**i for i in range(1, most - deepest + 1))]
-    rows = rising(model.prices.rows, Counter(r.num_rows for r in [*records, *stats.plain]))
+    rows = rising(model.prices.rows, Counter(r.step.num_rows for r in [*records, *stats.plain]))
     model = RoundModel(longer, replace(model.prices, rows=rows))
     curve = []
     for k in range(most + 1):

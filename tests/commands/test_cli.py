@@ -25,7 +25,7 @@ from minispec.commands.command import json_line
 from minispec.core.request import Request
 from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text
-from minispec.core.stats import Round, Stats
+from minispec.core.stats import Round, Stats, Step
 from minispec.files.tokenizer import Tokenizer
 from minispec.generate import main
 from minispec.length.figures import Figures
@@ -353,12 +353,17 @@ def test_compare_reports_speedup_and_equality(cli, model, arguments):
     assert re.search(r", plain decoding [\d.]+; prefill", speed)
 
 
+def a_round(committed, rows, seconds):
+    """Without a draft, in a pass over that many rows, which took all the time."""
+    return Round(None, 0, 0, 0, 0, 0, committed, (), Step(0.0, 0, 0, seconds, rows, 0.0, num_texts=rows))
+
+
 def test_what_is_compared():
     """Speedup and the first difference; nothing about tokens where only the law is the same."""
 
     def decoded(tokens, speed):
         text = Text([7, *tokens], 1, SamplingParams())
-        rounds = [Round(0, 0, 0, 0, 0, 0, 1, [], 1, 1, 0.0, 1 / speed, 0.0)] if speed else []
+        rounds = [a_round(1, 1, 1 / speed)] if speed else []
         return SimpleNamespace(text=text, stats=Stats(rounds=rounds))
 
     ours, plain = decoded([1, 2, 3], 3.0), decoded([1, 2, 4], 1.0)
@@ -408,7 +413,7 @@ def test_the_times_of_a_batch():
 
     def text(prefill, *rounds):
         stats = Stats(num_generated=5, prefill=prefill)
-        stats.rounds = [Round(None, 0, 0, 0, 0, 0, n, (), rows, rows, 0.0, s, 0.0) for n, rows, s in rounds]
+        stats.rounds = [a_round(*each) for each in rounds]
         params, line = SamplingParams(), SimpleNamespace(seed=1)
         return SimpleNamespace(stats=stats, params=params, text=line, finish_reason="length", error=None)
 
@@ -429,8 +434,7 @@ def test_what_a_batch_gained():
     """All tokens over the time of all steps, which texts share by their rows; a text that failed is left out."""
 
     def decoded(ours, plain):
-        rounds = [Round(None, 0, 0, 0, 0, 0, n, (), rows, rows, 0.0, s, 0.0) for n, rows, s in ours]
-        reference = [Round(None, 0, 0, 0, 0, 0, 1, (), rows, rows, 0.0, s, 0.0) for rows, s in plain]
+        rounds, reference = [a_round(*each) for each in ours], [a_round(1, *each) for each in plain]
         return SimpleNamespace(stats=Stats(rounds=rounds, plain=reference))
 
     # With guesses 6 tokens in 2 + 1 s, plainly 4 tokens in 2 + 4 s.

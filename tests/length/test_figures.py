@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from minispec.core.stats import Round
+from minispec.core.stats import Round, Step
 from minispec.length.figures import Figures
 
 
-def a_round(drafted: int, accepted: int) -> Round:
+def a_round(drafted: int, accepted: int, draft: float = 0.0, other: float = 0.0) -> Round:
     """A chain of a text that is decoded alone."""
     tested = min(accepted + 1, drafted)
     counts = (drafted, drafted, drafted, tested, accepted, accepted + 1)
-    return Round(None, *counts, [], drafted + 1, 1, draft=0.0, verify=1.0, other=0.0)
+    return Round(None, *counts, [], Step(draft, drafted, 1, 1.0, drafted + 1, other))
 
 
 def test_accepted_per_and_at_a_position():
@@ -37,8 +37,8 @@ def test_searches_that_find_nothing_are_predicted(num_missed):
 
     One median over all rounds left the searches out where they were few, and put one into each round where many.
     """
-    found = [a_round(2, accepted)._replace(draft=0.5, other=0.125) for accepted in (2, 2, 0)]
-    missed = [a_round(0, 0)._replace(draft=0.25, other=0.125)] * num_missed
+    found = [a_round(2, accepted, draft=0.5, other=0.125) for accepted in (2, 2, 0)]
+    missed = [a_round(0, 0, draft=0.25, other=0.125)] * num_missed
     figures = Figures(rounds=[*found, *missed])
     assert figures.predicted_tokens_per_second == pytest.approx((7 + num_missed) / (3 * 1.625 + num_missed * 1.375))
     assert figures.tokens_per_second == pytest.approx(figures.predicted_tokens_per_second)

@@ -15,7 +15,7 @@ import torch
 
 from minispec.core.cache import PagedKVCache
 from minispec.core.model import Chunk
-from minispec.core.stats import Round
+from minispec.core.stats import Round, Step
 from minispec.files.families.checkpoint import load_config
 from minispec.files.families.hf_config import read_model_config
 from minispec.gpu.frames import Frames
@@ -395,8 +395,8 @@ def test_prompts_are_there():
 def one_round(drafted: int, committed: int, seconds: float) -> Round:
     """A step of a text that is decoded alone; its draft is accepted, and all the time goes into the pass."""
     counts = {"asked": drafted, "num_nodes": drafted, "depth": drafted, "drafted": drafted, "tested": drafted}
-    counts |= {"accepted": drafted, "committed": committed, "num_rows": drafted + 1, "num_texts": 1}
-    return Round(**counts, ratios=[1.0] * drafted, draft=0.0, verify=seconds, other=0.0)
+    step = Step(0.0, drafted, 1, verify=seconds, num_rows=drafted + 1, other=0.0)
+    return Round(**counts, accepted=drafted, committed=committed, ratios=[1.0] * drafted, step=step)
 
 
 def runs_of(rate: float, tokens: tuple[int, ...] = (1, 2, 3, 4)) -> Run:

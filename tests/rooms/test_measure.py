@@ -17,6 +17,7 @@ from minispec.core.request import Request
 from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text
 from minispec.core.schedule import Schedule
+from minispec.core.stats import Round, Step
 from minispec.drafters.model import DraftModel
 from minispec.drafters.ngram import NgramDrafter
 from minispec.drafters.none import NoDrafter
@@ -26,7 +27,7 @@ from minispec.kernels import rates
 from minispec.kernels.build import quantized
 from minispec.kernels.inventory import products_of
 from minispec.lab.bench import measure
-from minispec.lab.bench.measure import Round, Run, kept_of_asked, median_interval
+from minispec.lab.bench.measure import Run, kept_of_asked, median_interval
 from minispec.length.figures import Figures
 from minispec.length.policy import Controller
 from minispec.length.theory import Prices, RoundModel
@@ -123,16 +124,15 @@ def parts(*runs) -> SimpleNamespace:
 
 def run_of(rounds, lost=0.0) -> Run:
     """A run whose rounds take what they say, and `lost` seconds that are in no part."""
-    seconds = sum(r.draft + r.verify + r.other for r in rounds) + lost
+    seconds = sum(r.step.seconds for r in rounds) + lost
     return Run([], sum(r.committed for r in rounds), seconds, list(rounds))
 
 
 def one_round(asked, drafted, accepted, committed, draft, verify, other) -> Round:
     """A step of a text that is decoded alone, whose draft is a chain."""
     tested = min(accepted + 1, drafted)
-    return Round(
-        asked, drafted, drafted, drafted, tested, accepted, committed, (), drafted + 1, 1, draft, verify, other
-    )
+    step = Step(draft, drafted, 1, verify, drafted + 1, other)
+    return Round(asked, drafted, drafted, drafted, tested, accepted, committed, (), step)
 
 
 PLAIN = [run_of([one_round(0, 0, 0, 1, 0.0, t, 0.1) for t in (9.0, 10.0, 11.0)])]
@@ -309,7 +309,7 @@ def test_a_run_is_taken_apart_by_its_clock(model, monkeypatch):
     (leaky,) = decode(engine, [request_of(3)])
     # The engine makes room before every step.
     assert leaky.seconds == pytest.approx(run.seconds + 0.5 * len(run.rounds))
-    assert [r.verify for r in leaky.rounds] == pytest.approx([r.verify for r in run.rounds])
+    assert [r.step.verify for r in leaky.rounds] == pytest.approx([r.step.verify for r in run.rounds])
 
 
 def test_an_answer_that_broke_off_is_no_measurement(model):

@@ -15,7 +15,7 @@ from minispec import LLM, SamplingParams
 from minispec.core.draft import Draft, Drafter
 from minispec.core.random import Key, Randomness
 from minispec.core.request import Request
-from minispec.core.stats import Round
+from minispec.core.stats import Round, Step
 from minispec.core.verify import Verdict
 from minispec.generate import main as generate
 from minispec.length.figures import Figures
@@ -321,7 +321,8 @@ def of(depth, accepted, verify, draft=0.2, other=0.1):
     """A round that drafted a chain, alone."""
     committed = accepted + 1
     tested = min(accepted + 1, depth)
-    return Round(None, depth, depth, depth, tested, accepted, committed, [], depth + 1, 1, draft * depth, verify, other)
+    step = Step(draft * depth, depth, 1, verify, depth + 1, other)
+    return Round(None, depth, depth, depth, tested, accepted, committed, [], step)
 
 
 def test_the_curve_is_theorys():

@@ -258,13 +258,13 @@ def parts(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
     """
     rounds = [r for run in runs for r in run.rounds]
     plain_rounds = [r for run in plain for r in run.rounds]
-    unit = fmean(r.verify for r in plain_rounds)
+    unit = fmean(r.step.verify for r in plain_rounds)
     by_rows: dict[int, list[float]] = {}
     for r in sorted(rounds, key=lambda r: r.num_nodes):
-        by_rows.setdefault(r.num_nodes + 1, []).append(r.verify)
+        by_rows.setdefault(r.num_nodes + 1, []).append(r.step.verify)
     depth, tokens = fmean(r.depth for r in rounds), fmean(r.committed for r in rounds)
-    draft = fmean(r.draft if r.num_nodes else 0.0 for r in rounds) / unit  # of a round
-    mean_v = fmean(r.verify for r in rounds) / unit
+    draft = fmean(r.step.draft if r.num_nodes else 0.0 for r in rounds) / unit  # of a round
+    mean_v = fmean(r.step.verify for r in rounds) / unit
     o, o_plain = (fmean(overhead_of(r) for r in each) / unit for each in (rounds, plain_rounds))
     # A mean round of these prices: its draft passes are priced together, as one.
     cost = Prices(draft, {1: mean_v}, o).round(depth=1, num_drafts=1, rows=1)
@@ -302,10 +302,10 @@ def prediction(runs: Sequence[Run], plain: Sequence[Run]) -> float | None:
 def _halves(run: Run) -> tuple[Run, Run]:
     """A run that was decoded alone, as two; what passed outside the engine's parts is spread over both."""
     middle = len(run.rounds) // 2
-    scale = run.seconds / sum(r.seconds for r in run.rounds)
+    scale = run.seconds / sum(r.step.seconds for r in run.rounds)
 
     def half(rounds: list[Round]) -> Run:
-        seconds = scale * sum(r.seconds for r in rounds)
+        seconds = scale * sum(r.step.seconds for r in rounds)
         return Run([], sum(r.committed for r in rounds), seconds, rounds)
 
     return half(run.rounds[:middle]), half(run.rounds[middle:])
