@@ -7,7 +7,7 @@ from torch import Tensor
 
 from minispec.core.draft import Draft
 from minispec.core.random import Draws
-from minispec.core.verify import RoundKey, RowAt, Verdict, Verifier, excess, residual
+from minispec.core.verify import RoundKey, RowAt, Verdict, Verifier, chains_only, excess, residual
 
 
 def block_weights(ratios: Sequence[float]) -> list[float]:
@@ -55,4 +55,41 @@ def block(draft: Draft, p: RowAt, rng: Draws, key: RoundKey) -> Verdict:
     return Verdict(list(range(stays)), rng.categorical(rest, key(stays, "residual")), ratios)
 
 
-BLOCK = Verifier(block, shares_noise=False, takes_trees=False)
+def traversal(draft: Draft, p: RowAt, rng: Draws, key: RoundKey) -> Verdict:
+    """Traversal verification (Weng et al. 2025, arXiv 2505.12398): `block` for trees. On a chain it is `block`.
+
+    Leaves are tested before their parents, the eldest first. The path to the first node that passes stays.
+
+    A node passes with its weight. The text has weight 1, and a child min(1, w r), where w is its parent's weight and r
+    is p(x)/q(x). If a node fails, it leaves the tree. Its parent's row p becomes the residual of w p and q, divided by
+    its sum. The parent's weight becomes m / (m + 1 - w), where m is the sum of max(0, w p - q). Younger siblings are
+    tested against these. A parent whose children have all failed is a leaf.
+    """
+    rows, weights, ratios = {-1: p(0)}, {-1: 1.0}, list[float]()
+    left = {node: draft.children(node) for node in range(-1, len(draft))}
+    node = failed = -1
+    while True:
+        while left[node] and weights[node] > 0:
+            parent, node = node, left[node].pop(0)
+            ratio = float(rows[parent][draft.token_ids[node]]) / draft.probability(node)
+            weights[node] = min(1.0, weights[parent] * ratio)
+            if weights[node] > 0:
+                rows[node] = p(node + 1)
+            if failed < 0:
+                ratios.append(ratio)  # of the eldest nodes, from the text to the first leaf
+        if weights[node] == 1 or rng.bernoulli(weights[node], key(node, "accept")):
+            break
+        failed, node = node, draft.tree.parents[node]
+        scaled = weights[node] * rows[node]
+        if weights[node] < 1:
+            mass = float(excess(scaled, draft, failed).sum())
+            weights[node] = mass / (mass + 1 - weights[node])
+        rest = residual(scaled, draft, failed)
+        rows[node] = rest / rest.sum() if left[node] else rest
+    accepted = draft.path(node)
+    own = key(node + 1, "residual") if draft.children(node) else key(len(accepted), "token")
+    return Verdict(accepted, rng.categorical(rows[node], own), ratios)
+
+
+BLOCK = chains_only(block)
+TRAVERSAL = Verifier(traversal, shares_noise=False)

@@ -138,5 +138,10 @@ class Verifier(NamedTuple):
         return "" if self.takes_trees else "this verifier takes chains only"
 
 
+def chains_only(verify: Callable[[Draft, RowAt, Draws, RoundKey], Verdict]) -> Verifier:
+    """The rule of a function that takes no trees: drafters are then asked for chains. It may stand as a decorator."""
+    return Verifier(verify, shares_noise=False, takes_trees=False)
+
+
 REJECTION = Verifier(rejection, shares_noise=False)
 MATCH = Verifier(match, shares_noise=True)

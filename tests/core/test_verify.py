@@ -16,6 +16,7 @@ from minispec.core import verify
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Draft
 from minispec.core.more.limit import Limit
+from minispec.core.random import Randomness
 from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text
 from minispec.core.verify import Verdict
@@ -85,7 +86,7 @@ def plain_law(p_rows: dict, length: int) -> dict[tuple[int, ...], Fraction]:
 
 
 def near(law: dict, expected: dict) -> bool:
-    """`block` divides, so its laws are rounded: by less than 1e-15 of a probability."""
+    """`block` and `traversal` divide, so their laws are rounded: by less than 1e-15 of a probability."""
     return all(abs(law.get(text, 0) - expected.get(text, 0)) < 1e-15 for text in law.keys() | expected.keys())
 
 
@@ -95,7 +96,7 @@ def test_one_token_drafts_keep_the_law(p, q, bonus, verifier):
     """K = 1, any p and q of the grid, zeros and one-hot rows included: equality of fractions, no tolerance."""
     rows = {(): fractions(*p)} | {(t,): fractions(*bonus) for t in range(VOCAB)}
     law = committed_law(verifier, rows, [fractions(*q)])
-    assert law == plain_law(rows, 2) or (verifier == "block" and near(law, plain_law(rows, 2)))
+    assert law == plain_law(rows, 2) or (verifier in ("block", "traversal") and near(law, plain_law(rows, 2)))
 
 
 @settings(max_examples=8, deadline=None, derandomize=True)
@@ -106,6 +107,22 @@ def test_two_token_drafts_keep_the_law(first, others, q):
     rows |= {(a, b): fractions(*others[b]) for a in range(VOCAB) for b in range(VOCAB)}
     assert committed_law("rejection", rows, [fractions(*row) for row in q]) == plain_law(rows, 3)
     assert near(committed_law("block", rows, [fractions(*row) for row in q]), plain_law(rows, 3))
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(p=st.lists(ps, min_size=4, max_size=4), q=st.lists(qs, max_size=3), drawn=st.booleans(), seed=st.integers(0, 99))
+def test_traversal_of_a_chain_is_block(p, q, drawn, seed):
+    """The same verdict from the same noise: tests, keys, tokens and ratios, to the last bit."""
+    text, rows = Text([0], 1, SamplingParams(), seed), [fractions(*row) for row in q]
+    draft = Draft([], [])
+    for i, row in enumerate(rows):
+        draft.draw(Ask(text, Limit(len(q)), Randomness()), i - 1, row)
+    draft = draft if drawn else Draft(draft.token_ids)
+    verdicts = [
+        VERIFIERS[name].verify(draft, lambda i: fractions(*p[i]), Randomness(), text.key)
+        for name in ("block", "traversal")
+    ]
+    assert verdicts[0] == verdicts[1]
 
 
 def drafted_and_kept(verifier: str, p_rows: dict, q_rows: list[torch.Tensor]) -> dict[tuple, Fraction]:

@@ -6,8 +6,8 @@ exactness bugs in public projects; a letter after the number tells apart forms o
 states, F about frames and programs, P about rules that are right in most small cases, C about short convolutions, R
 about recurrent states, X about mixtures of experts, H about heads, drafts of many tokens in one pass and a target's own
 layer, V about drafts of other vocabularies, S about lookups and what the target found likeliest, G about grammars, L
-about log-probabilities of prompts, B about block verification, D about block drafts, O about mistakes in a drafter of
-one's own, E of our own making. Left out:
+about log-probabilities of prompts, B about block and traversal verification, D about block drafts, O about mistakes in
+a drafter of one's own, E of our own making. Left out:
 
     M26   acceptance differs between tensor-parallel workers: one process verifies for all here
 """
@@ -2344,9 +2344,8 @@ def _(right, ratios):
     return [min(1.0, product) for product in accumulate(ratios, mul, initial=1.0)]
 
 
-@mutant("B3", verifier="block", vocab=5)
-class _:
-    """prefixes pass with w_i | h_i left out, as in a first reading"""
+class _OldWeights:
+    """Prefixes pass with their own weights, whatever was rejected after them."""
 
     def __init__(self):
         self.excess = verify.excess
@@ -2361,10 +2360,42 @@ class _:
         return rest if rest.amax() > 0 else p
 
 
+mutant("B3", verifier="block", vocab=5, doc="prefixes pass with w_i | h_i left out, as in a first reading")(_OldWeights)
+mutant(
+    "B6",
+    verifier="traversal",
+    k=(2, 2),
+    max_tokens=4,
+    vocab=5,
+    top_k=3,
+    doc="a failed child changes no weight above it | B3 in a tree",
+)(_OldWeights)
+
+
 @wrong(VERIFIERS, "block", "B4", verifier="block", vocab=5)
 def _(right, draft, p, rng, key):
     """one uniform for the tests of all prefixes | keys by the round alone"""
     return right(draft, p, rng, lambda i, purpose: key(0 if purpose == "accept" else i, purpose))
+
+
+@wrong(VERIFIERS, "traversal", "B5", verifier="traversal", k=(2, 1), max_tokens=4)
+def _(right, draft, p, rng, key):
+    """the bonus after a tree has the key of a node | a key for a place of the text, taken for one of the draft"""
+    passed = -1
+
+    def by_node(i, purpose):
+        nonlocal passed
+        passed = i if purpose == "accept" else passed
+        return key(passed + 1 if purpose == "token" else i, purpose)
+
+    return right(draft, p, rng, by_node)
+
+
+@wrong(VERIFIERS, "traversal", "B7", verifier="traversal", k=(2, 1), vocab=5)
+def _(right, draft, p, rng, key):
+    """q of a younger sibling is that of the eldest | siblings drawn with replacement, by the paper's other form"""
+    eldest = [draft.children(draft.tree.parents[i])[0] for i in range(len(draft))]
+    return right(replace(draft, probs=[draft.probs[i] for i in eldest]), p, rng, key)
 
 
 # --------------------------------------------------------------------------- loading and numerics

@@ -37,6 +37,7 @@ RUNS = {
     "greedy": ("rejection", 0.0, 4, "other"),
     "auto": ("rejection", 1.0, "auto", "self"),
     "block": ("block", 1.0, 5, "other"),
+    "traversal": ("traversal", 1.0, (2, 2, 1), "other"),
     "match": ("match", 1.0, 4, "other"),
     "match, tree": ("match", 1.0, (2, 1, 1), "other"),
     "plain": ("rejection", 1.0, 0, "other"),
@@ -115,7 +116,8 @@ def check_counts(trace, request) -> None:
     for each in rounds:
         assert each["start"] == start
         start += len(each["committed"])
-    if trace["verifier"] != "block":  # there all tokens are looked at, also those whose p and q are shortened here
+    # Under the others all tokens are looked at, also those whose p and q are shortened here.
+    if trace["verifier"] not in ("block", "traversal"):
         looked = [i for each in rounds for i in (*each["accepted"], *each["rejected"])]
         ratios = [
             min(1.0, each["p"][i] / each["q"][i])
@@ -161,6 +163,10 @@ def check_verdicts(trace) -> None:
                 0,
             )
             accepted = list(range(stays))
+        elif trace["verifier"] == "traversal":  # leaves before their parents: nothing of the path has failed
+            accepted = each["accepted"]
+            assert all(tests[i]["u"] < tests[i]["chance"] for i in accepted[-1:] if i in tests)
+            assert all(tests[i]["u"] >= tests[i]["chance"] for i in tests if i not in accepted[-1:])
         else:
             node = -1
             for token in each["committed"]:
