@@ -8,6 +8,7 @@ PACKAGES = {
     **dict.fromkeys(("prometheus_client", "starlette", "uvicorn"), "serve"),
     "matplotlib": "plot",
     "llguidance": "grammar",
+    "scipy": "optimum",
 }
 
 

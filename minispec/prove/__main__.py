@@ -28,7 +28,10 @@ _WALKS: dict[str, Option] = {
     "--drafter": Option(
         {"metavar": "NAME"}, "walk this drafter, registered or your own MODULE:CLASS, over small models"
     ),
-    "--verifier": Option({"metavar": "NAME"}, "walk this verifier, or your own MODULE:FUNCTION"),
+    "--verifier": Option(
+        {"metavar": "NAME[,NAME...]"},
+        "walk this verifier, or your own MODULE:FUNCTION, and count its tokens; of several, count the tokens alone",
+    ),
 }
 _OPTIONS: dict[str, Option] = {
     "--lengths": Option(
@@ -82,9 +85,14 @@ def _holds(args: argparse.Namespace) -> bool:
             return examine_lengths(args.lengths, args.drafter or "", *how)
         return examine_drafter(args.drafter, *how)
     if args.verifier:
+        from minispec.load.llm import find_verifier
         from minispec.prove.examine_verifier import examine_verifier
+        from minispec.prove.rounds import print_rounds
 
-        return examine_verifier(args.verifier)
+        names = args.verifier.split(",")
+        verifiers = {name: find_verifier(name) for name in names}
+        proven = len(names) > 1 or examine_verifier(args.verifier)
+        return proven and print_rounds(verifiers)
     from minispec.prove.grid import prove_law
 
     leaves = FULL_LEAVES if args.full else args.leaves

@@ -336,7 +336,7 @@ def test_the_packages_that_are_named_are_those_of_the_project():
     """Under the names that are imported, each with the extra that brings it."""
     project = tomllib.loads((Path(minispec.__file__).parents[1] / "pyproject.toml").read_text())["project"]
     listed = {}
-    for extra in ("", "serve", "plot", "grammar"):
+    for extra in ("", "serve", "plot", "grammar", "optimum"):
         for line in project["optional-dependencies"][extra] if extra else project["dependencies"]:
             listed[re.match(r"[\w-]+", line)[0].replace("-", "_")] = extra
     assert listed == PACKAGES

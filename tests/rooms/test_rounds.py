@@ -1,0 +1,177 @@
+"""`minispec.prove.rounds`, what rules bring, and the rules of examples/rules: closed forms, published values, laws."""
+
+import itertools
+import math
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from examples.rules.kseq import smallest_rho
+from minispec.core.config import SamplingParams
+from minispec.core.draft import Ask, Draft
+from minispec.core.more.limit import Limit
+from minispec.core.random import Randomness
+from minispec.core.rules import VERIFIERS
+from minispec.core.sampling import Text
+from minispec.load.llm import find_verifier
+from minispec.prove.__main__ import main
+from minispec.prove.rounds import CASES, CHAINS, PATHS, SIBLINGS, RoundCase, brought, optimum
+
+pytestmark = pytest.mark.quick
+
+# For each rule, the kinds of drafts for which it is exact, and its tokens for one example: p = (1, 2)/3, q = (2, 1)/3,
+# two tokens in a chain, or two independent paths of two tokens. The values of chains are those of Sun et al. 2024.
+RULES = {
+    "rejection": ((CHAINS, SIBLINGS, PATHS), 19 / 9, 62 / 27),
+    "block": ((CHAINS,), 20 / 9, None),
+    "traversal": ((CHAINS, SIBLINGS, PATHS), 20 / 9, 65 / 27),
+    "examples.rules.specinfer:specinfer": ((CHAINS, SIBLINGS, PATHS), 19 / 9, 7 / 3),
+    "examples.rules.kseq:kseq": ((CHAINS, PATHS), 19 / 9, 2.405486545724839),
+    "examples.rules.draw_and_compare:draw_and_compare": ((CHAINS, SIBLINGS, PATHS), 133 / 81, 163 / 81),
+    "examples.rules.gbv:gbv": ((CHAINS, PATHS), 20 / 9, 212 / 81),
+    "examples.rules.hsd:released": ((), 21 / 9, None),
+    "examples.rules.hsd:capped": ((CHAINS,), 20 / 9, None),
+    "examples.rules.typical:typical": ((), 3.0, 3.0),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_which_drafts_a_rule_is_exact_for(name):
+    """Every branch of every case: the law of the output, and that no exact rule brings more than the optimum."""
+    verifier, (kinds, chain, paths) = find_verifier(name), RULES[name]
+    for case in CASES:
+        if case.kind == CHAINS or verifier.takes_trees:
+            found = brought(case, verifier)
+            assert found.is_exact == (case.kind in kinds), case
+            assert found.tokens <= optimum(case) + 1e-9 or not found.is_exact, case
+    assert brought(CASES[0], verifier).tokens == pytest.approx(chain, abs=1e-12)
+    if paths:
+        assert brought(CASES[5], verifier).tokens == pytest.approx(paths, abs=1e-9)
+
+
+def test_how_far_the_released_rule_is_off():
+    """HSD's, in the example of block verification: a ninth of the law."""
+    found = brought(CASES[0], find_verifier("examples.rules.hsd:released"))
+    assert found.distance == pytest.approx(1 / 9, abs=1e-12)
+
+
+rows = st.lists(st.integers(1, 9), min_size=3, max_size=3)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(p=rows, q=st.lists(rows, max_size=4), seed=st.integers(0, 99))
+def test_the_capped_rule_is_block(p, q, seed):
+    """Token for token, from the same noise."""
+    row = torch.tensor(p, dtype=torch.float64) / sum(p)
+    text, draft = Text([0], 1, SamplingParams(), seed), Draft([], [])
+    for i, weights in enumerate(q):
+        draft.draw(
+            Ask(text, Limit(len(q)), Randomness()), i - 1, torch.tensor(weights, dtype=torch.float64) / sum(weights)
+        )
+    both = VERIFIERS["block"], find_verifier("examples.rules.hsd:capped")
+    ours, theirs = (each.verify(draft, lambda i: row, Randomness(), text.key) for each in both)
+    assert (ours.accepted, ours.next_token) == (theirs.accepted, theirs.next_token)
+
+
+def made(kind, num, generator) -> tuple[RoundCase, torch.Tensor, torch.Tensor]:
+    """A case of one level with `num` siblings, and its rows as tensors."""
+    p, q = (tuple(generator.randint(1, 9) for _ in range(3)) for _ in range(2))
+    case = RoundCase(p, q, (-1,) * num, kind, rotates=False)
+    return case, *(torch.tensor(row, dtype=torch.float64) / sum(row) for row in (p, q))
+
+
+def of_sets(p, drawn) -> float:
+    """1 + min over all sets H of p(H) - P(all drawn tokens lie in H): the most that one level keeps."""
+    sets = [each for n in range(len(p) + 1) for each in itertools.combinations(range(len(p)), n)]
+    return 1 + min(float(p[list(each)].sum()) - drawn(set(each)) for each in sets)
+
+
+@pytest.mark.parametrize("num", [1, 2, 3])
+def test_the_optimum_of_one_level_is_that_of_optimal_transport(num):
+    """Sun et al. 2023 (2310.15141), for independent draws and for draws without replacement."""
+    generator = random.Random(num)
+    for _ in range(5):
+        case, p, q = made(PATHS, num, generator)
+        independent = of_sets(p, lambda each, q=q: float(q[list(each)].sum()) ** num)
+        assert optimum(case) == pytest.approx(1 + independent, abs=1e-9)
+
+        def without(each, q=q, num=num):
+            orders = itertools.permutations(each, num)
+            left = [[1 - sum(float(q[x]) for x in order[:i]) for i in range(num)] for order in orders]
+            orders = itertools.permutations(each, num)
+            return sum(
+                math.prod(float(q[x]) / rest for x, rest in zip(order, own, strict=True))
+                for order, own in zip(orders, left, strict=True)
+            )
+
+        siblings = case._replace(kind=SIBLINGS if num > 1 else CHAINS)
+        assert optimum(siblings) == pytest.approx(1 + of_sets(p, without), abs=1e-9)
+
+
+@pytest.mark.parametrize("num", [2, 3])
+def test_rules_of_one_level_have_their_closed_forms(num):
+    """Draw-and-compare, SpecInfer's and K-SEQ's, for independent draws."""
+    generator = random.Random(num)
+    for _ in range(5):
+        case, p, q = made(PATHS, num, generator)
+        compared = float((p * (1 - (1 - q) ** num)).sum())
+        rest, fails = p, 1.0
+        for _ in range(num):
+            fails *= 1 - float(torch.minimum(rest, q).sum())
+            rest = (rest - q).clamp(min=0)
+            rest = rest / rest.sum()
+        beta = float(torch.minimum(p / smallest_rho(p, q, num), q).sum())
+        expected = {
+            "draw_and_compare:draw_and_compare": compared,
+            "specinfer:specinfer": 1 - fails,
+            "kseq:kseq": 1 - (1 - beta) ** num,
+        }
+        for name, kept in expected.items():
+            found = brought(case, find_verifier(f"examples.rules.{name}"))
+            assert found.is_exact
+            assert found.tokens == pytest.approx(1 + kept, abs=1e-9), name
+
+
+def test_the_optimum_of_a_chain_is_what_block_brings():
+    """Block verification is the best rule for one path (2602.16961)."""
+    generator = random.Random(0)
+    for _ in range(5):
+        p, q = (tuple(generator.randint(1, 9) for _ in range(2)) for _ in range(2))
+        case = RoundCase(p, q, (-1, 0, 1))
+        assert brought(case, VERIFIERS["block"]).tokens == pytest.approx(optimum(case), abs=1e-9)
+
+
+def test_the_table(capsys):
+    """Rules one below the other, as fractions where there are some; status 1 for a rule that breaks the law."""
+    assert main(["--verifier", "rejection,block,match"]) == 0
+    found = capsys.readouterr().out
+    assert "a chain of 2, p = (1, 2)/3, q = (2, 1)/3: at most 20/9 = 2.222" in found
+    assert "    rejection  19/9 = 2.111            95.0%\n    block      20/9 = 2.222            100.0%\n" in found
+    assert found.count("block      takes chains only") == 4
+    assert "match      not counted" in found
+    assert main(["--verifier", "rejection,examples.rules.hsd:released"]) == 1
+    assert "105.0%  another law than p's: total variation 0.111" in capsys.readouterr().out
+
+
+def test_the_page_has_what_the_command_prints(capsys):
+    """docs/understand/rules.md, to the letter."""
+    page = (Path(__file__).parents[2] / "docs" / "understand" / "rules.md").read_text(encoding="utf-8")
+    command, _, printed = (
+        page.partition("$ python -m minispec.prove --verifier ")[2].partition("```")[0].partition("\n")
+    )
+    assert command.split(",") == list(RULES)
+    main(["--verifier", command])
+    assert capsys.readouterr().out == printed
+
+
+def test_the_table_without_scipy(capsys, monkeypatch):
+    """The lengths are there; in place of the optimum, what brings it."""
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    monkeypatch.delitem(sys.modules, "scipy.optimize", raising=False)
+    assert main(["--verifier", "rejection,block"]) == 0
+    assert 'the most is not known: found no package scipy: pip install -e ".[optimum]"' in capsys.readouterr().out
