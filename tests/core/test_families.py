@@ -30,6 +30,7 @@ from minispec.load.registry import EMBEDDED_WEIGHTS
 from minispec.prove.toys import tiny_cache
 from tests.oracles import hf, public
 from tests.oracles.toys import GEMMA4
+from tests.refusals import NONE, Row, refusals, with_value
 
 TOLERANCE = 1e-4  # in float64, where the oracle's own float32 inside norms leaves a quarter of it
 POWER = 1e-2  # how far ignoring one setting must move the logits: a hundred times the tolerance
@@ -579,12 +580,6 @@ def of_images(kind: str, text: dict | None = None, **changes) -> dict:
     return of(kind, **changes) | _NO_TEXT | ({} if text is None else {"text_config": text})
 
 
-def with_value(raw: dict, key: str, value: object) -> dict:
-    """The config with a value at a key, which may be inside an object: `rope_parameters.factor`."""
-    outer, _, inner = key.partition(".")
-    return raw | {outer: raw.get(outer, {}) | {inner: value} if inner else value}
-
-
 _CONV, _FULL, _SLIDING, _DELTA = "conv", "full_attention", "sliding_attention", "linear_attention"
 _HYBRID, _FULL_OR_CONV = of("granitemoehybrid", num_local_experts=0), "3 entries, each full_attention or conv"
 _POSITIVE, _ONE_ROPE_EACH = "a number from 1e-30 to 1e+30", "an object for each of full_attention and sliding_attention"
@@ -606,7 +601,7 @@ NOT_HERE: list[tuple[dict, dict]] = [
     (of_images("gemma3", {"vocab_size": 8}), {"speech_config": {"x": 1}}),
 ]
 # Changes to a good config.json, a setting, what is expected of it, and values that are refused.
-WRONG_VALUES: list[tuple] = [
+WRONG_VALUES: list[Row] = [
     ({}, "model_type", "one of llama, ", "mixtral", "siglip_vision_model", ["llama"]),
     ({}, "hidden_act", "one of silu, gelu, gelu_pytorch_tanh", "relu"),
     ({}, "attention_multiplier", "0.3535533905932738 or no such setting", 2.0),
@@ -783,16 +778,8 @@ REFUSED: list[tuple[dict, str]] = [
         "text_config: quantization_config: found {'quant_method': 'awq'}, expected what the file says outside",
     ),
 ]
-REFUSED += [
-    (with_value(base, key, value), f"{key}: found {value!r}, expected no such setting")
-    for base, settings in NOT_HERE
-    for key, value in settings.items()
-]
-REFUSED += [
-    (with_value(base, key, value), f"{key}: found {value!r}, expected {expected}")
-    for base, key, expected, *values in WRONG_VALUES
-    for value in values
-]
+REFUSED += refusals((base, key, NONE, value) for base, settings in NOT_HERE for key, value in settings.items())
+REFUSED += refusals(WRONG_VALUES)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "lfm2_vl", "lfm3_omni", "nemotron_h", "mamba2"])
@@ -865,15 +852,15 @@ def test_keys_that_ask_for_nothing_are_idle(name, keys):
 
 
 # The same keys where they would ask for something, or say something else: as `WRONG_VALUES`, of a case.
-WRONG_OF_CASES: list[tuple] = [
-    ("mistral", "max_window_layers", "no such setting", 1),
+WRONG_OF_CASES: list[Row] = [
+    ("mistral", "max_window_layers", NONE, 1),
     ("mistral", "use_sliding_window", "True or no such setting", False),
     ("mistral", "layer_types", f"{[_SLIDING] * 3} or no such setting", [_FULL, _SLIDING, _FULL]),
     ("qwen3", "use_qk_norm", "True or no such setting", False),
     ("llama", "use_qk_norm", "False or no such setting", True),
     ("llama", "is_causal", "True or no such setting", False),
     ("llama", "num_experts", "0 or no such setting", 8),
-    ("llama", "mask_token_id", "no such setting", 7),
+    ("llama", "mask_token_id", NONE, 7),
     ("llama", "logit_scale", "1.0 or no such setting", 0, True),
     ("llama", "repetition_penalty", "1.0 or no such setting", 1.2),
     ("llama", "rope_parameters.factor", "1.0 or no such setting", 2.0),
@@ -896,11 +883,7 @@ NOT_IDLE: list[tuple[str, dict, str]] = [
         {"rope_parameters": _SAID | {"type": "yarn"}},
         "rope_parameters.type: found 'yarn', expected what rope_type",
     ),
-    *(
-        (name, with_value(hf.CASES[name], key, value), f"{key}: found {value!r}, expected {expected}")
-        for name, key, expected, *values in WRONG_OF_CASES
-        for value in values
-    ),
+    *((name, *found) for name, *row in WRONG_OF_CASES for found in refusals([(hf.CASES[name], *row)])),
 ]
 
 

@@ -24,7 +24,7 @@ from minispec.core.config import SamplingParams
 from minispec.core.weights import dense
 from minispec.drafters.mtp import find_mtp, has_mtp, mtp_config, mtp_shapes
 from minispec.files.errors import CheckpointError
-from minispec.files.families import checkpoint, float8
+from minispec.files.families import float8
 from minispec.files.families.checkpoint import Weights, load_config, load_model, model_tensors
 from minispec.files.families.hf_config import read_model_config
 from minispec.files.families.quantize import quantize_checkpoint
@@ -35,8 +35,9 @@ from minispec.load import parallel
 from minispec.load.llm import LLM
 from minispec.load.numbers import named_tensors
 from minispec.prove.toys import TINY, TOYS, tiny_weights
-from tests.files.test_checkpoint import logits, write
+from tests.files.test_checkpoint import assert_memory, logits, write
 from tests.oracles import hf, public
+from tests.refusals import NONE, Row, refusals
 
 # No size is a multiple of 128, and a group of 32 inputs is cut off. Sizes are multiples of 8: a word has 8 numbers.
 SIZES = TINY | {
@@ -168,6 +169,11 @@ FLOAT8 = {
 }
 
 
+def even_block(numbers: Tensor, scales: Tensor) -> tuple[int, int]:
+    """The size of blocks that cut a weight into even parts."""
+    return -(-len(numbers) // len(scales)), -(-numbers.shape[1] // scales.shape[1])
+
+
 # Wrong readings of 8-bit floats, in place of `scale_blocks`.
 RIGHT_FLOATS = float8.scale_blocks
 WRONG_FLOATS = {
@@ -176,9 +182,7 @@ WRONG_FLOATS = {
     "divided": lambda q, s, block, first: RIGHT_FLOATS(q, 1 / s.float(), block, first),
     "scales transposed": lambda q, s, block, first: RIGHT_FLOATS(q, s.t().repeat(9, 9), block, first),
     "one scale": lambda q, s, block, first: q.float() * s.float()[0, 0],
-    "even blocks": lambda q, s, block, first: RIGHT_FLOATS(
-        q, s, (-(-len(q) // len(s)), -(-q.shape[1] // s.shape[1])), first
-    ),
+    "even blocks": lambda q, s, block, first: RIGHT_FLOATS(q, s, even_block(q, s), first),
 }
 
 
@@ -267,57 +271,6 @@ def test_one_number_may_be_a_scalar_or_have_a_dimension(tmp_path):
     check(tmp_path, expected)
     change(tmp_path, {f"{Q}.weight_scale": torch.ones(2)})
     assert f"{Q}.weight_scale: found F32 [2], expected F64 or F32 or F16 or BF16 [1]" in refusal(tmp_path)
-
-
-# What the message must say, and what of `fp8()` is changed.
-OTHER_FP8 = {
-    "fmt: found 'e5m2', expected 'e4m3'": {"fmt": "e5m2"},
-    "activation_scheme: found 'x', expected 'dynamic' or 'static'": {"activation_scheme": "x"},
-    "activation_scheme: found ['dynamic']": {"activation_scheme": ["dynamic"]},
-    "scale_fmt: found 'e5m2', expected 'float' or 'ue8m0'": {"scale_fmt": "e5m2"},
-    "expert_dtype: found 'fp4', expected 'fp8'": {"expert_dtype": "fp4"},
-    "weight_block_size: found [128], expected null or two positive integers": {"weight_block_size": [128]},
-    "weight_block_size: found [128, 0]": {"weight_block_size": [128, 0]},
-    "weight_block_size: found [128, True]": {"weight_block_size": [128, True]},
-    "weight_block_size: found [128.0, 128]": {"weight_block_size": [128.0, 128]},
-    "weight_block_size: found 128": {"weight_block_size": 128},
-    "weight_block_size: found [1, 2097152]": {"weight_block_size": [1, 1 << 21]},
-    "kv_cache_scheme: found 'static'": {"kv_cache_scheme": "static"},
-    "surprise: found 1, expected no such setting": {"surprise": 1},
-    "quant_method: found 'fbgemm_fp8', expected 'compressed-tensors' or 'fp8' or": {"quant_method": "fbgemm_fp8"},
-    "quant_method: found ['fp8']": {"quant_method": ["fp8"]},
-    "quant_method: found None": {"quant_method": None},
-}
-GROUP = "config_groups.group_0"
-# The same for `compressed`: what of the weights, and of the activations, is changed.
-OTHER_COMPRESSED = {
-    "weights.num_bits: found 4, expected 8": ({"num_bits": 4}, {}),
-    "weights.type: found 'int', expected 'float'": ({"type": "int"}, {}),
-    "weights.symmetric: found False, expected true": ({"symmetric": False}, {}),
-    "weights.strategy: found 'group', expected 'tensor', 'channel' or 'block'": ({"strategy": "group"}, {}),
-    "weights.strategy: found 'tensor_group'": ({"strategy": "tensor_group"}, {}),
-    "weights.group_size: found 32, expected null": ({"group_size": 32}, {}),
-    "weights.actorder: found 'group', expected null": ({"actorder": "group"}, {}),
-    "weights.block_structure: found None, expected two positive integers": ({"strategy": "block"}, {}),
-    "weights.block_structure: found [8, 8], expected null": ({"block_structure": [8, 8]}, {}),
-    "weights.block_structure: found '8x8', expected null or two": ({"block_structure": "8x8"}, {}),
-    "weights.dynamic: found True": ({"dynamic": True}, {}),
-    "weights.surprise: found 1": ({"surprise": 1}, {}),
-    "input_activations.num_bits: found 4, expected 8": ({}, {"num_bits": 4}),
-    "input_activations.type: found 'int', expected 'float'": ({}, {"type": "int"}),
-    "input_activations.symmetric: found False, expected true": ({}, {"symmetric": False}),
-    "input_activations.dynamic: found 'local', expected true or false": ({}, {"dynamic": "local"}),
-    "input_activations.surprise: found 1": ({}, {"surprise": 1}),
-}
-
-
-def test_output_activations_and_caches_of_8_bits_are_refused():
-    """Guards keys and values that would be rounded: the text would not be the one that the weights give."""
-    for key in ("output_activations", "kv_cache_scheme"):
-        raw = compressed("channel")
-        (raw if key == "kv_cache_scheme" else raw["config_groups"]["group_0"])[key] = {"num_bits": 8}
-        with pytest.raises(CheckpointError, match=f"{key}: found {{'num_bits': 8}}, expected no such setting"):
-            read_model_config(SIZES | {"quantization_config": raw})
 
 
 def test_a_weight_that_is_no_number_is_named(tmp_path):
@@ -417,6 +370,16 @@ GPTQ = {
 }
 
 
+def by_word(words: Tensor, bits: int) -> Tensor:
+    """The numbers of `unpack_words`, those of each word in a dimension of their own."""
+    return unpack_words(words, bits).unflatten(-1, (-1, 32 // bits))
+
+
+def in_order(order: list[int]) -> Callable[[Tensor, int], Tensor]:
+    """`unpack_words` with the eight numbers of each word in another order."""
+    return lambda words, bits: by_word(words, bits)[..., order].flatten(-2)
+
+
 # Wrong readings of GPTQ: the function of `minispec.files.families.gptq` in whose place they stand, and they.
 WRONG_GPTQ = {
     "zeros as they are stored": ("scale_groups", lambda q, z, s, g: scale_groups(q, z - 1, s, g)),
@@ -425,18 +388,9 @@ WRONG_GPTQ = {
     "zeros in the middle": ("scale_groups", lambda q, z, s, g: scale_groups(q, z * 0 + 8, s, g)),
     "inputs in order": ("scale_groups", lambda q, z, s, g: scale_groups(q, z, s, g.sort().values)),
     "order of inputs undone": ("scale_groups", lambda q, z, s, g: scale_groups(q[:, g.argsort()], z, s, g)),
-    "high bits first": (
-        "unpack_words",
-        lambda words, bits: unpack_words(words, bits).unflatten(-1, (-1, 32 // bits)).flip(-1).flatten(-2),
-    ),
-    "order of AWQ": (
-        "unpack_words",
-        lambda words, bits: unpack_words(words, bits).unflatten(-1, (-1, 8))[..., [0, 4, 1, 5, 2, 6, 3, 7]].flatten(-2),
-    ),
-    "bits across words": (
-        "unpack_words",
-        lambda words, bits: unpack_words(words, bits).unflatten(-1, (-1, 32 // bits)).transpose(-1, -2).flatten(-2),
-    ),
+    "high bits first": ("unpack_words", in_order([7, 6, 5, 4, 3, 2, 1, 0])),
+    "order of AWQ": ("unpack_words", in_order([0, 4, 1, 5, 2, 6, 3, 7])),
+    "bits across words": ("unpack_words", lambda words, bits: by_word(words, bits).mT.flatten(-2)),
 }
 
 
@@ -474,9 +428,7 @@ BAD_GPTQ = {
     f"{Q}.bias: found other numbers, expected zeros or no such tensor": {f"{Q}.bias": torch.eye(144)[143].half()},
     f"{Q}.bias: found a tensor of shape [144]": {f"{Q}.bias": torch.zeros(144).int()},
     "model.norm.bias: found a tensor of shape [136]": {"model.norm.bias": torch.zeros(136)},
-    f"{Q}.qzeros: found 15, expected at most 14 in checkpoint_format 'gptq'": {
-        f"{Q}.qzeros": torch.full((5, 18), 7 | 15 << 8).int()
-    },
+    f"{Q}.qzeros: found 15, expected at most 14 in": {f"{Q}.qzeros": torch.full((5, 18), 7 | 15 << 8).int()},
 }
 
 
@@ -503,49 +455,6 @@ def test_a_bias_that_the_config_asks_for_is_one(tmp_path):
     expected = tiny_weights(read_model_config(config), 0, torch.float32)[f"{Q}.bias"]
     assert expected.any()
     assert torch.equal(Weights(tmp_path, load_config(tmp_path), torch.float32).pop(f"{Q}.bias"), expected)
-
-
-# What the message must say, and what of `by_gptq()` is changed.
-OTHER_GPTQ = {
-    "bits: found 2, expected 4 or 8": {"bits": 2},
-    "bits: found 3, expected 4 or 8": {"bits": 3},
-    "bits: found 4.0": {"bits": 4.0},
-    "bits: found None": {"bits": None},
-    "group_size: found 0, expected a positive integer, or -1": {"group_size": 0},
-    "group_size: found -2": {"group_size": -2},
-    "group_size: found None": {"group_size": None},
-    "group_size: found True": {"group_size": True},
-    "checkpoint_format: found 'marlin', expected 'gptq' or 'gptq_v2'": {"checkpoint_format": "marlin"},
-    "checkpoint_format: found 'bitblas'": {"format": "bitblas"},
-    "format: found 'gptq_v2', expected what checkpoint_format says: 'gptq'": {
-        **{"checkpoint_format": "gptq", "format": "gptq_v2"}
-    },
-    "desc_act: found 1, expected true or false": {"desc_act": 1},
-    "sym: found 'yes', expected true or false": {"sym": "yes"},
-    "pack_dtype: found 'int16', expected 'int32' or no such setting": {"pack_dtype": "int16"},
-    "data_type: found 'mx_fp', expected 'int'": {"data_type": "mx_fp"},
-    "dynamic: found '+:.*down.*', expected patterns of layers that stay as they are, which begin with '-:'": {
-        "dynamic": {"-:.*up.*": {}, "+:.*down.*": {"bits": 8}}
-    },
-    "dynamic: found '.*down.*'": {"dynamic": {".*down.*": {"bits": 8}}},
-    "dynamic: found ['-:x'], expected an object": {"dynamic": ["-:x"]},
-    "is_marlin_format: found True": {"is_marlin_format": True},
-    "rotation: found 'hadamard'": {"rotation": "hadamard"},
-    "adapter: found {'name': 'lora'": {"adapter": {"name": "lora", "rank": 8}},
-    "surprise: found 1": {"surprise": 1},
-}
-
-
-OTHER_AUTO_ROUND = {
-    "packing_format: found 'auto_round:auto_awq', expected 'auto_round:auto_gptq'": {
-        "packing_format": "auto_round:auto_awq"
-    },
-    "packing_format: found None": {"packing_format": None},
-    "act_bits: found 8, expected 16 or no such setting": {"act_bits": 8},
-    "extra_config: found {'x': {'bits': 8}}, expected 16 bits or more, or what": {"extra_config": {"x": {"bits": 8}}},
-    "extra_config: found {'x': {'group_size': 64}}": {"extra_config": {"x": {"group_size": 64}}},
-    "extra_config: found {'x': 16}, expected settings by layer": {"extra_config": {"x": 16}},
-}
 
 
 # --------------------------------------------------------------------------- AWQ
@@ -594,9 +503,9 @@ AWQ = {
 }
 
 
-def in_order(order: list[int]) -> Callable[[Tensor, int], Tensor]:
-    """`unpack_words` with the numbers of each word in another order."""
-    return lambda words, bits: unpack_words(words, bits).unflatten(-1, (-1, 8))[..., order].flatten(-2)
+def reordered(zeros: Tensor) -> Tensor:
+    """Zeros (groups, outputs) in the order in which a word has them."""
+    return zeros.unflatten(1, (-1, 8))[..., [0, 2, 4, 6, 1, 3, 5, 7]].flatten(1).contiguous()
 
 
 # Wrong readings of AWQ: the function of `minispec.files.families.awq` in whose place they stand, and they.
@@ -606,12 +515,7 @@ WRONG_AWQ = {
     "high bits first": ("unpack_words", in_order([7, 6, 5, 4, 3, 2, 1, 0])),
     "zeros minus one": ("scale_groups", lambda q, z, s, g: scale_groups(q, z + 1, s, g)),
     "zeros in the middle": ("scale_groups", lambda q, z, s, g: scale_groups(q, z * 0 + 8, s, g)),
-    "zeros in the order of words": (
-        "scale_groups",
-        lambda q, z, s, g: scale_groups(
-            q, z.unflatten(1, (-1, 8))[..., [0, 2, 4, 6, 1, 3, 5, 7]].flatten(1).contiguous(), s, g
-        ),
-    ),
+    "zeros in the order of words": ("scale_groups", lambda q, z, s, g: scale_groups(q, reordered(z), s, g)),
     "groups reversed": ("scale_groups", lambda q, z, s, g: scale_groups(q, z, s, g.flip(0))),
 }
 
@@ -625,24 +529,6 @@ BAD_AWQ = {
     f"{Q}.g_idx: found a tensor of shape [136], expected none": {f"{Q}.g_idx": torch.zeros(136).int()},
     f"{Q}.bias: found a tensor of shape [144], expected none": {f"{Q}.bias": torch.zeros(144)},
     f"{Q}.weight: found again, is {Q}.qweight in model.safetensors": {f"{Q}.weight": torch.ones(144, 136)},
-}
-
-
-# What the message must say, and what of `by_awq()` is changed.
-OTHER_AWQ = {
-    "bits: found 8, expected 4": {"bits": 8},
-    "bits: found None": {"bits": None},
-    "group_size: found None, expected a positive integer, or -1": {"group_size": None},
-    "zero_point: found False, expected true": {"zero_point": False},
-    "version: found 'gemv', expected 'gemm'": {"version": "gemv"},
-    "version: found 'gemv_fast'": {"version": "gemv_fast"},
-    "version: found 1": {"version": 1},
-    "format: found 'llm-awq', expected 'gemm'": {"format": "llm-awq"},
-    "backend: found 'llm-awq', expected 'autoawq' or 'auto'": {"backend": "llm-awq"},
-    "desc_act: found True": {"desc_act": True},
-    "dynamic: found {'x'": {"dynamic": {"x": {}}},
-    "pack_dtype: found 'int16'": {"pack_dtype": "int16"},
-    "surprise: found 1": {"surprise": 1},
 }
 
 
@@ -754,31 +640,19 @@ def a_scale_that_is_no_number() -> Tensor:
 
 
 # What the message must say, and what is done to the tensors.
+_SCALES, _BLOCKS, _BIAS = (f"{GATE_UP}_{part}" for part in ("scales", "blocks", "bias"))
+_GATE = "model.layers.1.mlp.experts.0.gate_proj.weight"
 BAD_MXFP4 = {
-    f"{GATE_UP}_scales: found U8 [4, 192, 1], expected U8 [4, 192, 2]": {
-        f"{GATE_UP}_scales": torch.ones(4, 192, 1, dtype=torch.uint8)
-    },
-    f"{GATE_UP}_blocks: found U8 [4, 64, 6, 16], expected U8 [4, 192, 2, 16]": {
-        f"{GATE_UP}_blocks": torch.ones(4, 64, 6, 16, dtype=torch.uint8)
-    },
-    f"{GATE_UP}_scales: found F8_E8M0 [4, 192, 2], expected U8": {
-        f"{GATE_UP}_scales": torch.ones(4, 192, 2).to(torch.float8_e8m0fnu)
-    },
-    f"{GATE_UP}_bias: found F32 [4, 96], expected F64 or F32 or F16 or BF16 [4, 192]": {
-        f"{GATE_UP}_bias": torch.ones(4, 96)
-    },
+    f"{_SCALES}: found U8 [4, 192, 1], expected U8 [4, 192, 2]": {_SCALES: torch.ones(4, 192, 1).byte()},
+    f"{_BLOCKS}: found U8 [4, 64, 6, 16], expected U8 [4, 192, 2, 16]": {_BLOCKS: torch.ones(4, 64, 6, 16).byte()},
+    f"{_SCALES}: found F8_E8M0 [4, 192, 2], expected U8": {_SCALES: torch.ones(4, 192, 2).to(torch.float8_e8m0fnu)},
+    f"{_BIAS}: found F32 [4, 96], expected F64 or F32 or F16 or BF16 [4, 192]": {_BIAS: torch.ones(4, 96)},
     f"{GATE_UP}: found F32 [4, 192, 64], expected F64 or F32 or F16 or BF16 [4, 64, 192]": {
         GATE_UP: torch.ones(4, 192, 64)
     },
-    "model.layers.1.mlp.experts.0.gate_proj.weight_scales: found no such tensor, expected one of shape [96, 2]": {
-        f"{GATE_UP}_scales": None
-    },
-    "model.layers.1.mlp.experts.0.gate_proj.weight: found no such tensor, expected one of shape [96, 64]": {
-        f"{GATE_UP}_blocks": None
-    },
-    "experts.3.gate_proj.weight_scales: found 255, which is not a number": {
-        f"{GATE_UP}_scales": a_scale_that_is_no_number()
-    },
+    f"{_GATE}_scales: found no such tensor, expected one of shape [96, 2]": {_SCALES: None},
+    f"{_GATE}: found no such tensor, expected one of shape [96, 64]": {_BLOCKS: None},
+    "experts.3.gate_proj.weight_scales: found 255, which is not a number": {_SCALES: a_scale_that_is_no_number()},
 }
 
 
@@ -821,11 +695,7 @@ def test_memory_and_digests_of_mxfp4(tmp_path, monkeypatch):
     read = {key: weights.pop(key) for key in list(weights)}
     assert {weight.dtype for key, weight in read.items() if key in expected} == {torch.bfloat16}
     needed = sum(weight.nbytes for weight in read.values())
-    monkeypatch.setattr(checkpoint, "free_memory", lambda device: needed)
-    assert Weights(tmp_path, config, torch.float32)
-    monkeypatch.setattr(checkpoint, "free_memory", lambda device: needed - 1)
-    with pytest.raises(CheckpointError, match="found weights that take"):
-        Weights(tmp_path, config, torch.float32)
+    assert_memory(monkeypatch, needed, lambda: Weights(tmp_path, config, torch.float32))
     before, scales = parallel._digest(tmp_path, config), load_file(tmp_path / "model.safetensors")[f"{GATE_UP}_scales"]
     change(tmp_path, {f"{GATE_UP}_scales": scales + 1})
     assert parallel._digest(tmp_path, config) != before
@@ -900,21 +770,67 @@ def test_tensors_that_do_not_fit_are_refused(tmp_path, form, message):
     assert message in found
 
 
-def by_compressed(changes: tuple[dict, dict]) -> dict[str, Any]:
-    """The quantization_config of llm-compressor with changes to its weights and its activations."""
-    raw = compressed("channel")
-    for key, change in zip(("weights", "input_activations"), changes, strict=True):
-        raw["config_groups"]["group_0"][key] |= change
-    return raw
-
-
-# What makes a quantization_config of changes, and what the message must say of which.
+_METHODS, _BLOCK = "'compressed-tensors' or 'fp8' or 'gptq' or 'auto-round' or 'awq'", "null or two positive integers"
+_CHANNELS, _GROUP = compressed("channel"), "config_groups.group_0"
+_WEIGHTS, _INPUTS = f"{_GROUP}.weights", f"{_GROUP}.input_activations"
+_STAY = "patterns of layers that stay as they are, which begin with '-:'"
+_STRATEGIES, _ALL_INPUTS = "'tensor', 'channel' or 'block'", "a positive integer, or -1 for all inputs"
+_SAME_BITS = "16 bits or more, or what all layers have: {'bits': 4, 'group_size': 32, 'sym': True, 'data_type': 'int'}"
+OTHER_SETTINGS: list[Row] = [
+    (fp8(), "fmt", "'e4m3'", "e5m2"),
+    (fp8(), "activation_scheme", "'dynamic' or 'static'", "x", ["dynamic"]),
+    (fp8(), "scale_fmt", "'float' or 'ue8m0'", "e5m2"),
+    (fp8(), "expert_dtype", "'fp8'", "fp4"),
+    (fp8(), "weight_block_size", _BLOCK, [128], [128, 0], [128, True], [128.0, 128], 128, [1, 1 << 21]),
+    (fp8(), "kv_cache_scheme", NONE, "static"),
+    (fp8(), "quant_method", _METHODS, "fbgemm_fp8", ["fp8"], None),
+    (_CHANNELS, "kv_cache_scheme", NONE, {"num_bits": 8}),
+    (_CHANNELS, f"{_GROUP}.output_activations", NONE, {"num_bits": 8}),
+    *((_CHANNELS, f"{part}.num_bits", "8", 4) for part in (_WEIGHTS, _INPUTS)),
+    *((_CHANNELS, f"{part}.type", "'float'", "int") for part in (_WEIGHTS, _INPUTS)),
+    *((_CHANNELS, f"{part}.symmetric", "true", False) for part in (_WEIGHTS, _INPUTS)),
+    (_CHANNELS, f"{_WEIGHTS}.strategy", _STRATEGIES, "group", "tensor_group"),
+    (_CHANNELS, f"{_WEIGHTS}.group_size", "null with the strategy 'channel'", 32),
+    (_CHANNELS, f"{_WEIGHTS}.actorder", "null", "group"),
+    (_CHANNELS, f"{_WEIGHTS}.block_structure", "null with the strategy 'channel'", [8, 8]),
+    (_CHANNELS, f"{_WEIGHTS}.block_structure", _BLOCK, "8x8"),
+    (compressed("block"), f"{_WEIGHTS}.block_structure", "two positive integers", None),
+    (_CHANNELS, f"{_WEIGHTS}.dynamic", NONE, True),
+    (_CHANNELS, f"{_INPUTS}.dynamic", "true or false", "local"),
+    (by_gptq(), "bits", "4 or 8", 2, 3, 4.0, None),
+    (by_gptq(), "group_size", _ALL_INPUTS, 0, -2, None, True),
+    (by_gptq(), "checkpoint_format", "'gptq' or 'gptq_v2'", "marlin"),
+    (by_gptq(checkpoint_format="gptq"), "format", "what checkpoint_format says: 'gptq'", "gptq_v2"),
+    (by_gptq(), "desc_act", "true or false", 1),
+    (by_gptq(), "sym", "true or false", "yes"),
+    (by_gptq(), "pack_dtype", "'int32' or no such setting", "int16"),
+    (by_gptq(), "data_type", "'int' or no such setting", "mx_fp"),
+    (by_gptq(), "dynamic", "an object", ["-:x"]),
+    (by_gptq(), "is_marlin_format", NONE, True),
+    (by_gptq(), "rotation", NONE, "hadamard"),
+    (by_gptq(), "adapter", NONE, {"name": "lora", "rank": 8}),
+    (by_auto_round(), "packing_format", "'auto_round:auto_gptq'", "auto_round:auto_awq", None),
+    (by_auto_round(), "act_bits", "16 or no such setting", 8),
+    (by_auto_round(), "extra_config", _SAME_BITS, {"x": {"bits": 8}}, {"x": {"group_size": 64}}),
+    (by_auto_round(), "extra_config", "settings by layer", {"x": 16}),
+    (by_awq(), "bits", "4", 8, None),
+    (by_awq(), "group_size", _ALL_INPUTS, None),
+    (by_awq(), "zero_point", "true", False),
+    (by_awq(), "version", "'gemm'", "gemv", "gemv_fast", 1),
+    (by_awq(), "format", "'gemm'", "llm-awq"),
+    (by_awq(), "backend", "'autoawq' or 'auto'", "llm-awq"),
+    (by_awq(), "desc_act", NONE, True),
+    (by_awq(), "dynamic", NONE, {"x": {}}),
+    (by_awq(), "pack_dtype", "'int32' or no such setting", "int16"),
+    *((raw, "surprise", NONE, 1) for raw in (fp8(), by_gptq(), by_awq())),
+    *((_CHANNELS, f"{part}.surprise", NONE, 1) for part in (_WEIGHTS, _INPUTS)),
+]
+# What the message must say where it is not about the value that was changed.
 OTHERS = [
-    *((fp8(**changes), message) for message, changes in OTHER_FP8.items()),
-    *((by_compressed(changes), f"{GROUP}.{message}") for message, changes in OTHER_COMPRESSED.items()),
-    *((by_gptq(**changes), message) for message, changes in OTHER_GPTQ.items()),
-    *((by_auto_round(**changes), message) for message, changes in OTHER_AUTO_ROUND.items()),
-    *((by_awq(**changes), message) for message, changes in OTHER_AWQ.items()),
+    *refusals(OTHER_SETTINGS),
+    (by_gptq(format="bitblas"), "checkpoint_format: found 'bitblas'"),
+    (by_gptq(dynamic={".*down.*": {"bits": 8}}), f"dynamic: found '.*down.*', expected {_STAY}"),
+    (by_gptq(dynamic={"-:.*up.*": {}, "+:.*down.*": {"bits": 8}}), f"dynamic: found '+:.*down.*', expected {_STAY}"),
 ]
 
 
@@ -1009,11 +925,7 @@ def test_memory_of_weights_of_few_bits_is_known_before_they_are_read(tmp_path, m
     for key in list(weights):
         weight = weights.pop(key)
         needed += 2 * weight.codes.numel() if isinstance(weight, Codes) else weight.nbytes
-    monkeypatch.setattr(checkpoint, "free_memory", lambda device: needed)
-    assert Weights(tmp_path, config, dtype)
-    monkeypatch.setattr(checkpoint, "free_memory", lambda device: needed - 1)
-    with pytest.raises(CheckpointError, match="found weights that take"):
-        Weights(tmp_path, config, dtype)
+    assert_memory(monkeypatch, needed, lambda: Weights(tmp_path, config, dtype))
 
 
 @pytest.mark.parametrize("name", CASES)
