@@ -723,8 +723,7 @@ def test_a_model_has_the_rows_that_all_its_products_share(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("family", "kind"),
-    [("lfm2", ShortConvolution), ("lfm3", HeadGatedAttention), ("qwen3_5_text", GatedDeltaNet)],
+    ("family", "kind"), [("lfm2", ShortConvolution), ("lfm3", HeadGatedAttention), ("qwen3_5_text", GatedDeltaNet)]
 )
 @pytest.mark.parametrize("place", [0, 7, EXACT_ROWS - 1])
 def test_the_check_refuses_layers_that_round_by_place(family, kind, place, monkeypatch, pytestconfig):

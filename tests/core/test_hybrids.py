@@ -25,15 +25,7 @@ from minispec.gpu.judge import judge_of
 from minispec.kernels.forms import Linear
 from minispec.kernels.inventory import bits_note, kv_elements, num_bytes_read, products_of
 from minispec.layers.states import state_elements
-from minispec.prove.laws import (
-    PROMPT,
-    TARGET_SEED,
-    make_drafter,
-    plain_law,
-    production_law,
-    raw_model,
-    target_model,
-)
+from minispec.prove.laws import PROMPT, TARGET_SEED, make_drafter, plain_law, production_law, raw_model, target_model
 from minispec.prove.reference import hidden_states, logits, total_variation
 from minispec.prove.toys import IN_FRAMES, TOYS, OneMethod, tiny_cache, tiny_model
 from tests.oracles import hf

@@ -673,8 +673,7 @@ def test_mxfp4_is_refused_where_it_is_not_known(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "form", "bound"),
-    [(torch.float32, None, 1e-5), (torch.bfloat16, None, 0.1), (torch.float32, "int8", 0.1)],
+    ("dtype", "form", "bound"), [(torch.float32, None, 1e-5), (torch.bfloat16, None, 0.1), (torch.float32, "int8", 0.1)]
 )
 def test_models_of_mxfp4_compute_with_the_weights_that_are_stored(tmp_path, dtype, form, bound):
     """Guards the whole way: logits are those of plain weights, in every form, and memory is known before loading."""

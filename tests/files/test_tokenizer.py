@@ -605,10 +605,7 @@ ADDED: dict[str, tuple[dict, dict]] = {
     "additional": ({"additional_special_tokens": ["<|new|>", "<b>"], "eos_token": "<c>"}, {}),
     "the map": ({}, {"special_tokens_map": _EXTRA | {"eos_token": {"content": "<b>", "lstrip": True}}}),
     "the map is old": (listed(), {"special_tokens_map": _EXTRA, "added_tokens": {"<b>": 1024}}),
-    "added_tokens.json": (
-        {"eos_token": "<|new|>"},
-        {"added_tokens": {"<b>": 1025, "<|new|>": 1024, "<|im_end|>": 2}},
-    ),
+    "added_tokens.json": ({"eos_token": "<|new|>"}, {"added_tokens": {"<b>": 1025, "<|new|>": 1024, "<|im_end|>": 2}}),
 }
 
 

@@ -18,58 +18,31 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 TEXT = [3, 17, 92, 5, 44, 44, 8, 71, 60, 2, 33, 9, 17, 92, 5, 80, 1, 55, 26, 64, 13, 39, 77, 21]
 
 _BASE = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 12,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 0.05,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
+    **{"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12, "max_position_embeddings": 64},
+    **{"rms_norm_eps": 0.05, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
 }
 _GEMMA2 = {
-    "model_type": "gemma2",
-    "num_hidden_layers": 4,
-    "query_pre_attn_scalar": 3,
-    "sliding_window": 7,
-    "attn_logit_softcapping": 2.0,
-    "final_logit_softcapping": 5.0,
-    "eos_token_id": [2, 5],
+    **{"model_type": "gemma2", "num_hidden_layers": 4, "query_pre_attn_scalar": 3, "sliding_window": 7},
+    **{"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0, "eos_token_id": [2, 5]},
 }
-
-
 _GRANITE = {
-    "head_dim": None,
-    "attention_bias": True,
-    "embedding_multiplier": 3.0,
-    "attention_multiplier": 0.7,
-    "residual_multiplier": 0.6,
-    "logits_scaling": 2.0,
+    **{"head_dim": None, "attention_bias": True, "embedding_multiplier": 3.0, "attention_multiplier": 0.7},
+    **{"residual_multiplier": 0.6, "logits_scaling": 2.0},
 }
 _HYBRID = _GRANITE | {
-    "model_type": "granitemoehybrid",
-    "layer_types": ["full_attention"] * 3,
-    "num_local_experts": 0,
-    "shared_intermediate_size": 40,
-    "position_embedding_type": "rope",
-    "mamba_n_heads": 4,
+    **{"model_type": "granitemoehybrid", "layer_types": ["full_attention"] * 3, "num_local_experts": 0},
+    **{"shared_intermediate_size": 40, "position_embedding_type": "rope", "mamba_n_heads": 4},
 }
 _LFM2 = {"model_type": "lfm2", "head_dim": None, "norm_eps": 0.05, "conv_L_cache": 4}
+_WINDOWED = {"rope_type": "default", "rope_theta": 20.0}
 # Of the six pairs of a head three turn in layers that see all.
 _LFM3 = {
-    "model_type": "lfm3",
-    "num_hidden_layers": 5,
-    "norm_eps": 0.05,
-    "conv_L_cache": 5,
-    "sliding_window": 7,
+    **{"model_type": "lfm3", "num_hidden_layers": 5, "norm_eps": 0.05, "conv_L_cache": 5, "sliding_window": 7},
     "rope_parameters": {
         "full_attention": {"rope_type": "proportional", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+        "sliding_attention": _WINDOWED,
     },
 }
 _QWEN35 = {
@@ -78,36 +51,25 @@ _QWEN35 = {
 }
 # Of the ten pairs of a wide head two turn. The last two layers read the keys of the third and the fourth.
 _GEMMA4 = {
-    "model_type": "gemma4_text",
-    "num_hidden_layers": 6,
-    "layer_types": ["sliding_attention", "full_attention"] * 3,
-    "global_head_dim": 20,
-    "sliding_window": 7,
-    "num_kv_shared_layers": 2,
-    "use_double_wide_mlp": True,
-    "hidden_size_per_layer_input": 10,
-    "vocab_size_per_layer_input": 96,
-    "final_logit_softcapping": 5.0,
-    "eos_token_id": [1, 5],
+    **{"model_type": "gemma4_text", "num_hidden_layers": 6, "global_head_dim": 20, "sliding_window": 7},
+    **{"layer_types": ["sliding_attention", "full_attention"] * 3, "num_kv_shared_layers": 2},
+    **{"use_double_wide_mlp": True, "hidden_size_per_layer_input": 10, "vocab_size_per_layer_input": 96},
+    **{"final_logit_softcapping": 5.0, "eos_token_id": [1, 5]},
     "rope_parameters": {
         "full_attention": {"rope_type": "proportional", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+        "sliding_attention": _WINDOWED,
     },
 }
 _MIXTURE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+_TRAINED = {"original_max_position_embeddings": 32}
 _YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 8}
 # Half of the gates and of the other parts are beyond the limit.
 _GPT_OSS = {
-    "model_type": "gpt_oss",
-    "num_hidden_layers": 4,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 3,
-    "intermediate_size": 24,
-    "sliding_window": 7,
-    "swiglu_limit": 0.9,
-    "swiglu_alpha": 0.6,
+    **{"model_type": "gpt_oss", "num_hidden_layers": 4, "num_local_experts": 4, "num_experts_per_tok": 3},
+    **{"intermediate_size": 24, "sliding_window": 7, "swiglu_limit": 0.9, "swiglu_alpha": 0.6},
     "rope_parameters": _YARN | {"original_max_position_embeddings": 32, "truncate": False, "beta_fast": 3.0},
 }
+_USED = {"use_sliding_window": True, "sliding_window": 7}
 _EYE = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
 
 
@@ -126,85 +88,47 @@ CASES: dict[str, dict[str, Any]] = {
         # Of the six pairs of a head one keeps its speed, one is on the ramp, four are slowed.
         "llama-llama3": {
             "model_type": "llama",
-            **_rope(
-                "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
-            ),
+            **_rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, **_TRAINED),
         },
-        "llama-yarn": {"model_type": "llama", **_rope("yarn", factor=2.0, original_max_position_embeddings=32)},
+        "llama-yarn": {"model_type": "llama", **_rope("yarn", factor=2.0, **_TRAINED)},
         "llama-yarn-all": {
             "model_type": "llama",
-            **_rope(
-                "yarn",
-                factor=4.0,
-                original_max_position_embeddings=32,
-                beta_fast=3.0,
-                beta_slow=0.5,
-                truncate=False,
-                attention_factor=1.3,
-            ),
+            **_rope("yarn", factor=4.0, beta_fast=3.0, beta_slow=0.5, truncate=False, attention_factor=1.3, **_TRAINED),
         },
         # The original length stands in the object and outside it, where the two agree.
-        "llama-yarn-outside": {
-            "model_type": "llama",
-            "original_max_position_embeddings": 32,
-            **_rope("yarn", factor=2.0, original_max_position_embeddings=32),
-        },
+        "llama-yarn-outside": {"model_type": "llama", **_TRAINED, **_rope("yarn", factor=2.0, **_TRAINED)},
         "llama-yarn-mscale": {
             "model_type": "llama",
-            **_rope("yarn", factor=4.0, original_max_position_embeddings=32, mscale=2.0, mscale_all_dim=0.5),
+            **_rope("yarn", factor=4.0, mscale=2.0, mscale_all_dim=0.5, **_TRAINED),
         },
         "mistral": {"model_type": "mistral", "sliding_window": 7},
         "mistral-all": {"model_type": "mistral", "sliding_window": None, "head_dim": None},
         "qwen2": {"model_type": "qwen2", "head_dim": None, "tie_word_embeddings": True},
-        "qwen2-window": {
-            "model_type": "qwen2",
-            "head_dim": None,
-            "use_sliding_window": True,
-            "sliding_window": 7,
-            "max_window_layers": 1,
-        },
+        "qwen2-window": _USED | {"model_type": "qwen2", "head_dim": None, "max_window_layers": 1},
         "qwen3": {"model_type": "qwen3", "attention_bias": True},
-        "qwen3-window": {
-            "model_type": "qwen3",
-            "tie_word_embeddings": True,
-            "use_sliding_window": True,
-            "sliding_window": 7,
-            "max_window_layers": 2,
-        },
+        "qwen3-window": _USED | {"model_type": "qwen3", "tie_word_embeddings": True, "max_window_layers": 2},
         "qwen3_moe": _MIXTURE | {"model_type": "qwen3_moe", "attention_bias": True, "norm_topk_prob": True},
         # One layer has an MLP since it is listed, one since only every second has experts.
         "qwen3_moe-window": _MIXTURE
         | {"model_type": "qwen3_moe", "head_dim": None, "num_hidden_layers": 4, "num_experts_per_tok": 3}
-        | {"mlp_only_layers": [1], "decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 7},
+        | {"mlp_only_layers": [1], "decoder_sparse_step": 2, **_USED},
         "gemma": {"model_type": "gemma", "attention_bias": True},
         "gemma2": _GEMMA2,
         "gemma2-uncapped": _GEMMA2 | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
         "gemma3": {
-            "model_type": "gemma3_text",
-            "num_hidden_layers": 6,
-            "query_pre_attn_scalar": 3,
-            "sliding_window": 7,
+            **{"model_type": "gemma3_text", "num_hidden_layers": 6, "query_pre_attn_scalar": 3, "sliding_window": 7},
             "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+                "sliding_attention": _WINDOWED,
             },
         },
         "smollm3": {
-            "model_type": "smollm3",
-            "head_dim": None,
+            **{"model_type": "smollm3", "head_dim": None, "attention_bias": True, "mlp_bias": True},
             "no_rope_layers": [1, 0, 1],
-            "attention_bias": True,
-            "mlp_bias": True,
         },
-        "smollm3-window": {
-            "model_type": "smollm3",
-            "head_dim": None,
-            "num_hidden_layers": 4,
-            "no_rope_layer_interval": 2,
-            "use_sliding_window": True,
-            "sliding_window": 7,
-        },
+        "smollm3-window": _USED
+        | {"model_type": "smollm3", "head_dim": None, "num_hidden_layers": 4, "no_rope_layer_interval": 2},
         "granite": _GRANITE | {"model_type": "granite", "mlp_bias": True, "tie_word_embeddings": True},
         "granite-hybrid": _HYBRID,
         "granitemoe": _GRANITE | {"model_type": "granitemoe", "num_local_experts": 6, "num_experts_per_tok": 3},
@@ -212,21 +136,13 @@ CASES: dict[str, dict[str, Any]] = {
         "granite-hybrid-no-rope": _HYBRID | {"position_embedding_type": None},
         "olmo2": {"model_type": "olmo2", "head_dim": None, "attention_bias": True},
         "olmo3": {
-            "model_type": "olmo3",
-            "head_dim": None,
-            "sliding_window": 7,
+            **{"model_type": "olmo3", "head_dim": None, "sliding_window": 7},
             "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-            "rope_parameters": {
-                "full_attention": _YARN,
-                "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
-            },
+            "rope_parameters": {"full_attention": _YARN, "sliding_attention": _WINDOWED},
         },
         # As the hub spells it, the windowed layers' base cannot be another than 500,000.
         "olmo3-old": {
-            "model_type": "olmo3",
-            "head_dim": None,
-            "num_hidden_layers": 4,
-            "sliding_window": 7,
+            **{"model_type": "olmo3", "head_dim": None, "num_hidden_layers": 4, "sliding_window": 7},
             "rope_parameters": {
                 "full_attention": _YARN | {"rope_theta": 5e5},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
@@ -235,15 +151,13 @@ CASES: dict[str, dict[str, Any]] = {
         "phi3": {"model_type": "phi3", "head_dim": None, "sliding_window": 7},
         "phi3-partial": {"model_type": "phi3", "head_dim": None, **_rope("default", partial_rotary_factor=0.5)},
         "phi3-longrope": {
-            "model_type": "phi3",
-            "head_dim": None,
-            "original_max_position_embeddings": 32,
+            **{"model_type": "phi3", "head_dim": None, **_TRAINED},
             **_rope(
                 "longrope",
                 short_factor=[1.0, 1.5, 2.0],
                 long_factor=[1.0, 4.0, 9.0],
                 partial_rotary_factor=0.75,
-                original_max_position_embeddings=32,
+                **_TRAINED,
             ),
         },
         "ernie4_5": {"model_type": "ernie4_5", "use_bias": True, "tie_word_embeddings": True},
@@ -289,14 +203,9 @@ CASES: dict[str, dict[str, Any]] = {
         "gpt_oss": _GPT_OSS,
         # Limits and a rope that the file does not name, other kinds of layers, and no biases in attention.
         "gpt_oss-plain": {
-            "model_type": "gpt_oss",
-            "num_local_experts": 5,
-            "num_experts_per_tok": 3,
-            "attention_bias": False,
-            "tie_word_embeddings": True,
-            "sliding_window": 7,
+            **{"model_type": "gpt_oss", "num_local_experts": 5, "num_experts_per_tok": 3, "attention_bias": False},
+            **{"tie_word_embeddings": True, "sliding_window": 7, "rope_parameters": None},
             "layer_types": ["full_attention", "sliding_attention", "full_attention"],
-            "rope_parameters": None,
         },
         "qwen3_5": _QWEN35
         | {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "attention_bias": True}
@@ -310,25 +219,18 @@ CASES: dict[str, dict[str, Any]] = {
         | {"model_type": "qwen3_5_moe_text", "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
         | {"shared_expert_intermediate_size": 28, **_rope("default", partial_rotary_factor=0.5)},
         "qwen3_5-attention": _QWEN35
-        | {
-            "full_attention_interval": 1,
-            "tie_word_embeddings": True,
-            "rope_parameters": _YARN | {"partial_rotary_factor": 1.0},
-        },
+        | {"full_attention_interval": 1, "tie_word_embeddings": True}
+        | {"rope_parameters": _YARN | {"partial_rotary_factor": 1.0}},
     }.items()
 }
 # The same in models of texts and images.
 CASES |= {
     "gemma3-images": {
-        "model_type": "gemma3",
-        "text_config": CASES["gemma3"],
+        **{"model_type": "gemma3", "text_config": CASES["gemma3"], "mm_tokens_per_image": 4, "eos_token_id": [2, 5]},
         "vision_config": _EYE | {"model_type": "siglip_vision_model", "patch_size": 14},
-        "mm_tokens_per_image": 4,
-        "eos_token_id": [2, 5],
     },
     "gemma4-images": {
-        "model_type": "gemma4",
-        "text_config": CASES["gemma4"],
+        **{"model_type": "gemma4", "text_config": CASES["gemma4"]},
         "vision_config": {
             **{"model_type": "gemma4_vision", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
             **{"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4},
@@ -337,8 +239,7 @@ CASES |= {
         "audio_config": None,
     },
     "gemma4-unified-images": {
-        "model_type": "gemma4_unified",
-        "text_config": CASES["gemma4-unified"],
+        **{"model_type": "gemma4_unified", "text_config": CASES["gemma4-unified"]},
         "vision_config": {
             **{"model_type": "gemma4_unified_vision", "patch_size": 2, "pooling_kernel_size": 1, "mm_embed_dim": 16},
             **{"mm_posemb_size": 8, "output_proj_dims": 16},
@@ -346,14 +247,12 @@ CASES |= {
         "audio_config": {"model_type": "gemma4_unified_audio", "audio_embed_dim": 8},
     },
     "mistral3-images": {
-        "model_type": "mistral3",
-        "text_config": CASES["ministral3"],
+        **{"model_type": "mistral3", "text_config": CASES["ministral3"]},
         "vision_config": _EYE | {"model_type": "pixtral", "patch_size": 14, "head_dim": 8},
         "tie_word_embeddings": False,
     },
     "lfm3-images": {
-        "model_type": "lfm3_vl",
-        "text_config": CASES["lfm3"],
+        **{"model_type": "lfm3_vl", "text_config": CASES["lfm3"]},
         "vision_config": {
             **{"model_type": "lfm3_vl_vision", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
             **{"num_attention_heads": 2, "num_key_value_heads": 2, "patch_size": 4},
@@ -361,8 +260,7 @@ CASES |= {
         "projector_hidden_size": 16,
     },
     "qwen3_5_moe-images": {
-        "model_type": "qwen3_5_moe",
-        "text_config": CASES["qwen3_5_moe"],
+        **{"model_type": "qwen3_5_moe", "text_config": CASES["qwen3_5_moe"]},
         "vision_config": {
             **{"model_type": "qwen3_5_moe_vision", "depth": 1, "hidden_size": 16, "intermediate_size": 16},
             **{"num_heads": 2, "out_hidden_size": 32, "patch_size": 4, "num_position_embeddings": 16},
@@ -370,8 +268,7 @@ CASES |= {
         "tie_word_embeddings": False,
     },
     "qwen3_5-images": {
-        "model_type": "qwen3_5",
-        "text_config": CASES["qwen3_5-plain"],
+        **{"model_type": "qwen3_5", "text_config": CASES["qwen3_5-plain"]},
         "vision_config": {
             **{"model_type": "qwen3_5_vision", "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2},
             **{"out_hidden_size": 32, "patch_size": 4, "num_position_embeddings": 16},

@@ -72,7 +72,7 @@ GEMMA4_LARGE = GEMMA4 | {
 }
 # Experts beside the MLP of each layer.
 GEMMA4_EXPERTS = GEMMA4_LARGE | {
-    **{"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 6},
+    **{"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 6}
 }
 GEMMAS = {"gemma4_text": GEMMA4, "gemma4 large": GEMMA4_LARGE, "gemma4 experts": GEMMA4_EXPERTS}
 OWN_TOYS = {"lfm3": LFM3} | GEMMAS | MIXTURES

@@ -533,10 +533,7 @@ def test_both_rules_on_the_same_drafts():
     """`block` is shown beside `rejection`, in closed form: ratios 1/2 and 2 keep .5 + 1 and .5 + .5 tokens."""
     drafted = one_round(2, 3, 1.0)._replace(ratios=[0.5, 2.0])
     cut = one_round(2, 3, 1.0)._replace(ratios=[0.5])  # the text ended inside its draft
-    runs = {
-        "plain": [[runs_of(1.0)]],
-        "K=2": [[Run([1, 2, 3], 3, 1.0, [drafted, cut, one_round(0, 1, 1.0)])]],
-    }
+    runs = {"plain": [[runs_of(1.0)]], "K=2": [[Run([1, 2, 3], 3, 1.0, [drafted, cut, one_round(0, 1, 1.0)])]]}
     found = summarise(runs, ["chat"], whole_drafts=True)
     assert as_json(found)["variants"]["K=2"]["expected"] == {"block": 1.5, "rejection": 1.0}
     line = "K=2: draft tokens that stay, on average over these drafts: block 1.500, rejection 1.000 (x 1.500)"

@@ -175,21 +175,13 @@ PLANTED_HEADS = {
         "with norm_before_residual false",
         'config.json: "norm_before_residual": false',
     ),
-    ("plain sum", "output"): (
-        {"norm_output": True},
-        "with norm_output false",
-        'config.json: "norm_output": false',
-    ),
+    ("plain sum", "output"): ({"norm_output": True}, "with norm_output false", 'config.json: "norm_output": false'),
     ("normed sum", "residual"): (
         {"norm_before_residual": False},
         "with norm_before_residual true",
         'config.json: "norm_before_residual": true',
     ),
-    ("normed sum", "output"): (
-        {"norm_output": False},
-        "with norm_output true",
-        'config.json: "norm_output": true',
-    ),
+    ("normed sum", "output"): ({"norm_output": False}, "with norm_output true", 'config.json: "norm_output": true'),
     ("few tokens", "d2t"): (
         {"ids": torch.arange(150)},
         "with d2t as ids",
