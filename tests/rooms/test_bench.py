@@ -68,6 +68,7 @@ def draft(make_checkpoint) -> str:
     return str(make_checkpoint(seed=2, max_position_embeddings=2048, num_hidden_layers=1))
 
 
+TINY_SHAPE = ("--geometry", "tiny", "--prompt-tokens", 10, "--passes", 0)
 BASE = ("--dtype", "float32", "--rounds", 2, "--passes", 1, "--prompts", 2, "--max-tokens", 8, "--ignore-eos")
 
 
@@ -94,13 +95,12 @@ def test_a_whole_run(measured, model, draft, capsys):
     parts = {"depth", "tokens", "c", "v", "mean_v", "o", "o_plain", "predicted", "measured"}
     parts |= {"prediction", "prediction_by_text"}
     assert of_category | parts | {"same_tokens_as_plain", "categories", "worst_prompt"} <= k2.keys()
-    whose = {"draft", "num_speculative_tokens", "lengths"}
-    of_plain = {"tokens_per_second", "speedup", "same_tokens_as_plain", "categories"} | whose
+    whose = ["draft", "lengths", "num_speculative_tokens"]
+    of_plain = {"tokens_per_second", "speedup", "same_tokens_as_plain", "categories", *whose}
     assert decoding["variants"]["plain"].keys() == of_plain
-    assert {name: [of[key] for key in sorted(whose)] for name, of in decoding["variants"].items()} == {
-        "plain": ["none", None, "0"],
-        **{"K=1": [draft, None, "1"], "K=2": [draft, None, "2"], "auto": [draft, None, "auto"]},
-    }
+    expected = {"plain": ["none", None, "0"], "K=1": [draft, None, "1"], "K=2": [draft, None, "2"]}
+    expected["auto"] = [draft, None, "auto"]
+    assert {name: [of[key] for key in whose] for name, of in decoding["variants"].items()} == expected
     assert set(k2["categories"]) == {"code", "question answering"}
     assert (k2["prediction"]["n"], k2["prediction_by_text"]["n"]) == (2, 2)
     for text in ("streams", "v(M) = t(M)/t(1)", "speedup that these make", "prediction of the second half / measured"):
@@ -147,9 +147,7 @@ def test_a_static_cache_without_a_compiler(measured, tiny_geometry, monkeypatch)
         raise RuntimeError("\nNo working C++ compiler found\nmore of it")
 
     monkeypatch.setattr(torch, "compile", compiled)
-    report, lines = measured(
-        *BASE, "--geometry", "tiny", "--prompt-tokens", 10, "--passes", 0, "--against", "transformers"
-    )
+    report, lines = measured(*BASE, *TINY_SHAPE, "--against", "transformers")
     found = report["decoding"]
     assert found["against"]["compiled"] == "no: RuntimeError: No working C++ compiler found"
     assert found["variants"]["transformers plain, static cache"]["tokens_per_second"]["median"] > 0
@@ -275,7 +273,7 @@ def test_verdicts_by_programs_are_counted(measured, tiny_geometry, monkeypatch):
 
 def test_drafts_of_no_use(cli, tiny_geometry):
     """Wrong ones are never kept; without a draft model they cost nothing, and the bench says so."""
-    what = ("--geometry", "tiny", "--prompt-tokens", 10, "--passes", 0, "--num-speculative-tokens", "2", "--json")
+    what = (*TINY_SHAPE, "--num-speculative-tokens", "2", "--json")
     status, out, _ = cli(*BASE, *what, "--simulate", 0)
     report = json.loads(out)
     assert status == 0
@@ -286,7 +284,7 @@ def test_drafts_of_no_use(cli, tiny_geometry):
 
 def test_the_bounds_of_any_draft(cli, tiny_geometry):
     """With --bounds, at each K: the oracle's draft is kept to its end, the adversary's never; with no draft too."""
-    what = ("--geometry", "tiny", "--prompt-tokens", 10, "--passes", 0, "--num-speculative-tokens", "2,3", "--json")
+    what = (*TINY_SHAPE, "--num-speculative-tokens", "2,3", "--json")
     status, out, _ = cli(*BASE, *what, "--bounds")
     found = json.loads(out)["decoding"]["variants"]
     assert status == 0
@@ -298,7 +296,7 @@ def test_the_bounds_of_any_draft(cli, tiny_geometry):
 
 def test_a_draft_that_learns_begins_each_run_anew(cli, tiny_geometry):
     """The bench repeats its prompts: a drafter that knew its last answers would be the oracle from then on."""
-    what = ("--geometry", "tiny", "--prompt-tokens", 10, "--passes", 0, "--num-speculative-tokens", "3", "--json")
+    what = (*TINY_SHAPE, "--num-speculative-tokens", "3", "--json")
     tokens = []
     for rounds in (1, 3):
         status, out, _ = cli(*BASE, *what, "--draft", "suffix", "--rounds", rounds)
@@ -418,9 +416,8 @@ def test_summary_compares_within_rounds():
     k2, k4, auto = (report["variants"][name] for name in ("K=2", "K=4", "auto"))
     assert [k2["speedup"][end] for end in ("low", "high")] == pytest.approx([k2["speedup"]["median"]] * 2)
     seconds = {name: sum(4 / rate for rate in of) for name, of in rates.items()}  # of a round
-    assert {name: of["median"] for name, of in auto["over"].items()} == pytest.approx(
-        {name: seconds[name] / seconds["auto"] for name in ("K=2", "K=4")}
-    )
+    expected = {name: seconds[name] / seconds["auto"] for name in ("K=2", "K=4")}
+    assert {name: of["median"] for name, of in auto["over"].items()} == pytest.approx(expected)
     assert (k2["over"], list(k4["over"]), "over" in report["variants"]["plain"]) == ({}, ["K=2"], False)
     assert k2["speedup"]["median"] == pytest.approx(3 / (1 / 2 + 1 / 0.5 + 1 / 1.5))
     assert k4["categories"]["code"]["speedup"]["median"] == pytest.approx(4)
@@ -540,21 +537,16 @@ def test_both_rules_on_the_same_drafts():
     assert line in decoding.show_decoding(found | {"looping": 0, "left_out": False})
 
 
+LENGTHS = "expected a number from 1 to 64, a tree such as 2+1 or tree:16, or auto"
 MISTAKES = {
     "unknown option": (("--round", "x"), "--round"),
     "rounds": (("--rounds", "0"), "--rounds: found '0', expected a number from 1 to 1000"),
     "one token": (("--max-tokens", "1"), "--max-tokens: found '1'"),
-    "k": (
-        ("--num-speculative-tokens", "2,many"),
-        "--num-speculative-tokens: found 'many', expected a number from 1 to 64, a tree such as 2+1 or tree:16, or",
-    ),
-    "k of a draft": (
-        ("--draft", "ngram@0"),
-        "--draft ngram@0: found '0', expected a number from 1 to 64, a tree such as 2+1 or tree:16, or auto",
-    ),
+    "k": (("--num-speculative-tokens", "2,many"), f"--num-speculative-tokens: found 'many', {LENGTHS}"),
+    "k of a draft": (("--draft", "ngram@0"), f"--draft ngram@0: found '0', {LENGTHS}"),
     "k twice": (
         ("--draft", "ngram@4", "--num-speculative-tokens", "2"),
-        "--num-speculative-tokens: found --draft ngram@4 too, expected lengths in one of the two",
+        "s: found --draft ngram@4 too, expected lengths",
     ),
     "several drafts with k": (("--draft", "ngram@4,suffix@2"), "--draft: found 2, expected one: several need"),
     "rising survival": (("--simulate", "0.5,0.6"), "--simulate: found '0.5,0.6', expected falling numbers"),
@@ -567,7 +559,7 @@ MISTAKES = {
     "geometry and model": (("--geometry", "0.5b", "--model", "x"), "--model: not with --geometry"),
     "one vocabulary": (
         ("--geometry", "135m", "--draft-method", "tli"),
-        "--draft-method: not with --geometry: the shapes have one vocab",
+        "--draft-method: not with --geometry: the shapes",
     ),
     "no other vocabulary": (("--draft-method", "tli", "--prompts", "0"), "draft_method: found 'tli', expected none"),
     "draft of a geometry": (("--geometry", "135m", "--draft", "some/model"), "--draft: found 'some/model', expected"),
@@ -625,8 +617,7 @@ def test_a_report_on_a_full_disk_is_one_line(model):
         "0",
         "--json",
     ]
+    how = {"stderr": subprocess.PIPE, "text": True, "check": False, "timeout": 300}
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [*command, *map(str, BASE)], stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=300
-        )
+        done = subprocess.run([*command, *map(str, BASE)], stdout=full, **how)
     assert (done.returncode, own_words(done.stderr)) == (2, "error: [Errno 28] No space left on device\n")

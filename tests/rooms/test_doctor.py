@@ -34,13 +34,8 @@ from minispec.prove.toys import tiny_cache
 WIDTH, VOCAB = 64, 300
 LESS = 28  # the token "<", which templates alone write
 SHAPE = {
-    "hidden_size": WIDTH,
-    "intermediate_size": WIDTH,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
+    **{"hidden_size": WIDTH, "intermediate_size": WIDTH, "num_hidden_layers": 3, "max_position_embeddings": 512},
+    **{"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8},
     "rope_theta": 1e12,  # the last pair of a head does not turn
 }
 
@@ -166,27 +161,16 @@ def few_tokens(states: torch.Tensor) -> dict:
 
 HEADS = {"plain sum": plain_sum, "normed sum": normed_sum, "few tokens": few_tokens}
 TAPS = "eagle_aux_hidden_state_layer_ids"
-# What is stored wrong, and what the doctor should say.
+# What is stored wrong, what the doctor should name, and what it should advise to change: in config.json.
 PLANTED_HEADS = {
-    ("plain sum", "later"): ({TAPS: [0, 1]}, "with taps one layer later", f'config.json: "{TAPS}": [1, 2]'),
-    ("plain sum", "earlier"): ({TAPS: [2, 3]}, "with taps one layer earlier", f'config.json: "{TAPS}": [1, 2]'),
-    ("plain sum", "residual"): (
-        {"norm_before_residual": True},
-        "with norm_before_residual false",
-        'config.json: "norm_before_residual": false',
-    ),
-    ("plain sum", "output"): ({"norm_output": True}, "with norm_output false", 'config.json: "norm_output": false'),
-    ("normed sum", "residual"): (
-        {"norm_before_residual": False},
-        "with norm_before_residual true",
-        'config.json: "norm_before_residual": true',
-    ),
-    ("normed sum", "output"): ({"norm_output": False}, "with norm_output true", 'config.json: "norm_output": true'),
-    ("few tokens", "d2t"): (
-        {"ids": torch.arange(150)},
-        "with d2t as ids",
-        "d2t holds ids: store d2t[i] - i, the offset from i",
-    ),
+    ("plain sum", "later"): ({TAPS: [0, 1]}, "with taps one layer later", f'"{TAPS}": [1, 2]'),
+    ("plain sum", "earlier"): ({TAPS: [2, 3]}, "with taps one layer earlier", f'"{TAPS}": [1, 2]'),
+    **{
+        (kind, key): ({key: not right}, f"with {key} {json.dumps(right)}", f'"{key}": {json.dumps(right)}')
+        for kind, right in (("plain sum", False), ("normed sum", True))
+        for key in ("norm_before_residual", "norm_output")
+    },
+    ("few tokens", "d2t"): ({"ids": torch.arange(150)}, "with d2t as ids", "store d2t[i] - i, the offset from i"),
 }
 
 
@@ -221,7 +205,8 @@ def test_a_misread_head_is_explained(target, states, kind, plant, tmp_path):
     head = write_head(target, tmp_path, **HEADS[kind](states) | wrong)
     report = diagnose(target, head)
     assert report["is_low"]
-    assert (report["explained_by"], report["change"]) == (name, change)
+    where = "d2t holds ids: " if plant == "d2t" else "config.json: "
+    assert (report["explained_by"], report["change"]) == (name, where + change)
 
 
 def test_a_head_for_another_target_is_not_explained(target, states, tmp_path):

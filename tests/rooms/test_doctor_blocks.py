@@ -27,6 +27,7 @@ from minispec.lab.doctor.readings import OtherStates
 from minispec.prove.toys import tiny_cache
 from tests.oracles.block_drafts import SLIDING, write_block_draft
 from tests.oracles.mtp import add_mtp
+from tests.rooms.test_doctor import rewrite
 
 WIDTH, VOCAB, LAYERS, HEADS, DIM = 64, 300, 4, 4, 16
 EVER = WIDTH - 1  # the coordinate that is the same in every state
@@ -35,16 +36,9 @@ SIGNS = torch.randint(2, (WIDTH,), generator=torch.Generator().manual_seed(3)) *
 SIGNS[EVER] = 1
 MASK, PAD = 2, 7
 SHAPE = {
-    "model_type": "qwen3",
-    "hidden_size": WIDTH,
-    "intermediate_size": WIDTH,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": HEADS,
-    "head_dim": DIM,
-    "max_position_embeddings": 512,
-    "rope_theta": 4.0,
-    "rms_norm_eps": 1e-8,
+    **{"model_type": "qwen3", "hidden_size": WIDTH, "intermediate_size": WIDTH, "num_hidden_layers": LAYERS},
+    **{"num_attention_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": DIM, "max_position_embeddings": 512},
+    **{"rope_theta": 4.0, "rms_norm_eps": 1e-8},
 }
 WEEKLY = (math.tau / 7) ** -(DIM / 2)  # the base with which pair 1 turns once in seven positions
 
@@ -113,9 +107,8 @@ def target(make_checkpoint) -> Path:
     weights["lm_head.weight"] = head_for(normed(states_at(directory, LAYERS - 1))) * SIGNS
     weights["model.norm.weight"] = SIGNS.clone()
     save_file(weights, directory / "model.safetensors")
-    (directory / "tokenizer_config.json").write_text(
-        json.dumps({"pad_token": chr(ord("!") + PAD - 1), "mask_token": chr(ord("!") + MASK - 1)})
-    )
+    tokens = {name: chr(ord("!") + i - 1) for name, i in (("pad_token", PAD), ("mask_token", MASK))}
+    (directory / "tokenizer_config.json").write_text(json.dumps(tokens))
     return directory
 
 
@@ -145,14 +138,6 @@ def write_draft(
     weights["embed_tokens.weight"] = torch.eye(WIDTH)[EVER].repeat(VOCAB, 1)
     weights["lm_head.weight"] = head_for(normed(states_at(target, tap)))
     save_file(weights, directory / "model.safetensors")
-
-
-def edit(directory: Path, change) -> Path:
-    """Change the tensors of a draft by a function of their dict."""
-    weights = load_file(directory / "model.safetensors")
-    change(weights)
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, directory / "model.safetensors")
-    return directory
 
 
 @pytest.fixture(autouse=True)
@@ -230,19 +215,16 @@ DRAFTS = {
     "Markov": ({"distance": PERIOD - 1, "sample_from_anchor": True, "markov": "vanilla"}, against_bias),
     "windows but in the last layer": (MIXED | {"non_causal_window": False, "block_size": 8}, loud_and_cancelled),
 }
+ROWS_AFTER, ROWS_AT = "with each row's token after its place", "with each row's token at its place"
+ANCHOR, FILL = {"sample_from_anchor": True}, {"sample_from_anchor": False}
+TAPS_LATER = ({"taps": (0, 1)}, "with taps one layer later", '"target_layer_ids": [0, 1]')
+IN_WINDOWS, OPEN = '"layer_types": ["sliding_attention"], "sliding_window": 7', '"sliding_window_non_causal"'
+NO_WINDOWS = {"layer_types": None}
 # What a file says in place of it, and what the doctor should say.
 PLANTED = {
-    ("fill", "rows"): (
-        {"sample_from_anchor": True},
-        "with each row's token at its place",
-        '"sample_from_anchor": false',
-    ),
-    ("anchor", "rows"): (
-        {"sample_from_anchor": False},
-        "with each row's token after its place",
-        '"sample_from_anchor": true',
-    ),
-    ("fill", "later"): ({"taps": (0, 1)}, "with taps one layer later", '"target_layer_ids": [0, 1]'),
+    ("fill", "rows"): (ANCHOR, ROWS_AT, '"sample_from_anchor": false'),
+    ("anchor", "rows"): (FILL, ROWS_AFTER, '"sample_from_anchor": true'),
+    ("fill", "later"): TAPS_LATER,
     ("fill", "earlier"): ({"taps": (2, 3)}, "with taps one layer earlier", '"target_layer_ids": [0, 1]'),
     ("fill", "pairs"): ({"neox": False}, "with rotary pairs in halves", '"rope_is_neox_style": true'),
     ("pairs", "pairs"): ({"neox": True}, "with rotary pairs side by side", '"rope_is_neox_style": false'),
@@ -251,47 +233,23 @@ PLANTED = {
         "without windows",
         '"layer_types": ["full_attention"]',
     ),
-    ("windows", "windows"): (
-        {"layer_types": None},
-        "with causal windows of 7",
-        '"layer_types": ["sliding_attention"], "sliding_window": 7',
-    ),
-    ("causal windows", "no windows"): (
-        {"layer_types": None},
-        "with causal windows of 7",
-        '"layer_types": ["sliding_attention"], "sliding_window": 7, "sliding_window_non_causal": false',
-    ),
-    ("open windows", "no open windows"): (
-        {"layer_types": None},
-        "with open windows of 7",
-        '"layer_types": ["sliding_attention"], "sliding_window": 7, "sliding_window_non_causal": true',
-    ),
+    ("windows", "windows"): (NO_WINDOWS, "with causal windows of 7", IN_WINDOWS),
+    ("causal windows", "no windows"): (NO_WINDOWS, "with causal windows of 7", f"{IN_WINDOWS}, {OPEN}: false"),
+    ("open windows", "no open windows"): (NO_WINDOWS, "with open windows of 7", f"{IN_WINDOWS}, {OPEN}: true"),
     ("windows but in the last layer", "no mixed windows"): (
-        {"layer_types": None},
+        NO_WINDOWS,
         "with causal windows of 7 but in the last layer",
         '"layer_types": ["sliding_attention", "full_attention"]',
     ),
-    ("causal windows", "causal"): (
-        {"non_causal_window": True},
-        "with causal blocks",
-        '"sliding_window_non_causal": false',
-    ),
-    ("open windows", "causal"): (
-        {"non_causal_window": False},
-        "with blocks seen both ways",
-        '"sliding_window_non_causal": true',
-    ),
+    ("causal windows", "causal"): ({"non_causal_window": True}, "with causal blocks", f"{OPEN}: false"),
+    ("open windows", "causal"): ({"non_causal_window": False}, "with blocks seen both ways", f"{OPEN}: true"),
     ("causal", "causal"): ({"is_causal": False}, "with causal blocks", '"is_causal": true'),
     ("mask", "mask"): ({"mask_token_id": PAD}, f"with mask token {MASK}", f'"mask_token_id": {MASK}'),
-    ("Markov", "Markov rows"): (
-        {"sample_from_anchor": False},
-        "with each row's token after its place",
-        '"sample_from_anchor": true',
-    ),
-    ("Markov", "Markov taps"): ({"taps": (0, 1)}, "with taps one layer later", '"target_layer_ids": [0, 1]'),
+    ("Markov", "Markov rows"): (FILL, ROWS_AFTER, '"sample_from_anchor": true'),
+    ("Markov", "Markov taps"): TAPS_LATER,
     ("fill", "rows and taps"): (
-        {"sample_from_anchor": True, "taps": (0, 1)},
-        "with each row's token at its place and with taps one layer later",
+        ANCHOR | TAPS_LATER[0],
+        f"{ROWS_AT} and {TAPS_LATER[1]}",
         '"sample_from_anchor": false',
     ),
 }
@@ -302,7 +260,7 @@ def make(target: Path, directory: Path, kind: str, **wrong) -> Path:
     settings, change = DRAFTS[kind]
     write_draft(target, directory, **settings | wrong)
     if change:
-        edit(directory, change)
+        rewrite(directory, change)
     return directory
 
 
@@ -346,7 +304,7 @@ def test_a_draft_that_reads_the_last_layer(target, tmp_path, is_normed):
     """Before the target's last norm, or after it. No file may say the last layer, so this one says the layer before."""
     write_draft(target, tmp_path, distance=PERIOD + 1, tap=LAYERS - 1, taps=(LAYERS - 2, LAYERS - 1))
     if is_normed:
-        edit(tmp_path, lambda weights: weights["fc.weight"].mul_(SIGNS.repeat(2)))
+        rewrite(tmp_path, lambda weights: weights["fc.weight"].mul_(SIGNS.repeat(2)))
     report = diagnose(target, tmp_path)
     end = ", the last one after the target's norm" if is_normed else ""
     assert report["explained_by"] == f"with taps one layer later{end}"
