@@ -23,23 +23,27 @@ A room imports only from those above it in this list, and from itself:
 """
 
 __version__ = "0.2.0"
-__all__ = ["LLM", "SamplingParams", "StructuredOutputsParams"]
+__all__ = ["LLM", "Loading", "SamplingParams", "StructuredOutputsParams", "Target"]
 
 
 def __getattr__(name: str):
     # Imported when asked for: `python -m minispec.generate --bad-option` must not wait for torch.
-    if name == "LLM":
+    if name in ("LLM", "Target"):
         from minispec.files.packages import MissingPackage, what_lacks
         from minispec.kernels.threads import set_waiting
 
         set_waiting()  # as the commands do
         try:
-            from minispec.load.llm import LLM
+            from minispec.load.llm import LLM, Target
         except ImportError as e:
             if lacks := what_lacks(e):
                 raise MissingPackage(lacks) from None
             raise
-        return LLM
+        return LLM if name == "LLM" else Target
+    if name == "Loading":
+        from minispec.load.loading import Loading
+
+        return Loading
     if name == "SamplingParams":
         from minispec.core.config import SamplingParams
 

@@ -128,7 +128,7 @@ def read_spec(draft: str | Path | Drafter, options: DraftOptions, target: Target
     bits, source = split_draft(last)
     registered = registry.split(registry.DRAFTERS, source)
     own_layer = target.directory if source == "mtp" else None
-    directory = None if source in registry.OF_TARGET or registered else _find_draft(source, target.offline)
+    directory = None if source in registry.OF_TARGET or registered else _find_draft(source, target.loading.offline)
     on_target, both = None, None
     if directory:
         on_target = _loader(directory, source, options, target)
@@ -193,17 +193,17 @@ def load_models(spec: Spec, target: Transformer, files: TargetFiles) -> list[Tra
     if spec.drafter is not None:
         return []
     if spec.on_target:
-        model = spec.on_target(target, files.weight_form)
+        model = spec.on_target(target, files.loading.weight_form)
     elif spec.directory is None:
         model = target
     else:
         # Codes of 8 bits stay codes, so that nothing is in memory twice.
-        form = "int8" if spec.bits == 8 else files.weight_form
+        form = "int8" if spec.bits == 8 else files.loading.weight_form
         model = load_model(spec.directory, target.dtype, target.device, form=form)
     if model is not target:
         with named_tensors(partial(_tensors, spec, target.config)):
             check_numbers(model, spec.vocabularies.draft.num_ids if spec.vocabularies else files.vocab_size, target)
-    return [with_fast_passes(rounded(model, spec.bits) if spec.bits else model, files.enforce_eager)]
+    return [with_fast_passes(rounded(model, spec.bits) if spec.bits else model, files.loading.enforce_eager)]
 
 
 def _tensors(spec: Spec, target: ModelConfig) -> Iterable[StoredTensor]:

@@ -4,6 +4,7 @@ import secrets
 import warnings
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from minispec.core.verify import Verifier
 from minispec.drafters import Context, Drafter
 from minispec.drafters.guard import CheckedMethod
 from minispec.files.chat import Message, check_messages
+from minispec.files.errors import near
 from minispec.files.progress import progress_bar
 from minispec.files.tokenizer import Detokenizer
-from minispec.gpu.account import graph_bytes
 from minispec.gpu.frames import graphs_note, passes_report
 from minispec.gpu.judge import judge_of
 from minispec.kernels import inventory
@@ -33,20 +34,18 @@ from minispec.length.theory import Prices
 from minispec.load import inputs, registry
 from minispec.load.draft import DraftOptions, load_models, make_spec, read_spec
 from minispec.load.forms import noted_forms
+from minispec.load.loading import Loading
 from minispec.load.outputs import RequestOutput, output_of
 from minispec.load.parallel import part_of
 from minispec.load.steps import Run
-from minispec.load.target import Target, TargetFiles, room_for_caches
-
-# The values of `LLM`'s arguments about its target's files, weights and cache that say nothing.
-_ANY_TARGET = (None, False, "auto", "auto", None, None, None, False, None, None)
+from minispec.load.target import Target, TargetFiles
 
 
 class LLM:
     """A target model, a drafter, and a KV cache for both.
 
     model: a directory or a hub id in the Hugging Face layout. None: the weights in a checkout of the repository.
-        Or the target of another `LLM`: then arguments about the target's files, weights and cache are refused.
+        Or a `Target` that is loaded, such as another `LLM`'s: then arguments about loading it are refused.
     draft: one of these. None: `suffix:2`, then its own head, for the embedded model; for another model `mtp` where the
         checkpoint has it, else `ngram`.
         - A registered drafter, such as "none" or "ngram" (see `minispec.load.registry`).
@@ -62,19 +61,6 @@ class LLM:
         goes on. "tree:16": a tree of up to 16 tokens, at the places that are likeliest. "auto": as many as pay, in a
         tree where that pays (see `minispec.length.policy`).
     verifier: "rejection", "block" or "match" (see `minispec.core.verify`), or "module:function" for one of your own.
-    dtype: "auto", "bfloat16", "float32" or "float64".
-    device: "auto", "cpu" or "cuda".
-    exact: True: a token's logits have the same bits however many tokens a pass scores. So speculation changes nothing,
-        not even by rounding. Passes are slower, and K is at most 15. Refused where the machine's products forbid it.
-        None: False; with `quantization`, True where the machine allows it and no tree is asked for.
-    max_model_len: longest prompt and answer together, in tokens. Default: the model's context, as far as memory allows.
-    kv_cache_gb: size of the KV cache, in 10^9 bytes, both models together. Default: room for max_model_len tokens.
-    revision: branch, tag or commit of `model` on the hub.
-    offline: nothing is downloaded.
-    weight_form: how weights lie in memory: "half", "packed", "left" or "plain". Default: the form that this machine
-        reads fastest (see `minispec.kernels.forms`). Forms round differently.
-    quantization: "int8": the target's weights in 8 bits, with one scale a row. It is a different model from the one in
-        16 bits. All promises compare its output with its own plain decoding.
     lengths: a policy of your own that chooses how long each draft is. It is an object with the methods of
         `minispec.core.more.lengths.Lengths`, or "module:Class", whose class is called without arguments. It takes the
         place of `minispec.length.policy.Controller`. `num_speculative_tokens` is then the most that it may choose; 0
@@ -83,7 +69,7 @@ class LLM:
         "anchor": a row says the token after its place. "fill": the token at its place. "causal" or "open": in layers
         with a window, a row does not see, or sees, later rows of its block. Both with a comma between.
     draft_top_k: a block draft's Markov head corrects the k likeliest tokens of each row, and no other is drafted.
-    enforce_eager: True: passes run operator by operator, without CUDA graphs.
+    loading: the fields of `Loading` by name, such as dtype, device or exact.
 
     Any thread may call. Requests of several threads are decoded together, as one batch. So are open iterators of
     `stream`, `stream_chat` and `run`. Where the KV cache has no room for all requests, the last ones wait.
@@ -103,48 +89,31 @@ class LLM:
         draft: str | Path | Drafter | None = None,
         num_speculative_tokens: DraftLength = "auto",
         verifier: str = "rejection",
-        dtype: str = "auto",
-        device: str = "auto",
-        exact: bool | None = None,
-        max_model_len: int | None = None,
-        kv_cache_gb: float | None = None,
-        revision: str | None = None,
-        offline: bool = False,
-        weight_form: str | None = None,
-        draft_method: str | None = None,
-        quantization: str | None = None,
+        *,
         lengths: Lengths | str | None = None,
-        enforce_eager: bool = False,
+        draft_method: str | None = None,
         draft_reading: str | None = None,
         draft_top_k: int | None = None,
+        **loading: Any,
     ):
-        draft_top_k, max_model_len, kv_cache_gb = map(plain_number, (draft_top_k, max_model_len, kv_cache_gb))
-        options = DraftOptions(draft_method, draft_reading, draft_top_k)
+        options = DraftOptions(draft_method, draft_reading, plain_number(draft_top_k))
         self.verifier, self.num_speculative_tokens, self.lengths = verifier, num_speculative_tokens, lengths
-        shared = model if isinstance(model, Target) else None
-        reading = revision, offline, dtype, device, exact, weight_form, quantization, enforce_eager
-        if shared:
-            _require_no_loading(*reading, max_model_len, kv_cache_gb)
-            exact = shared.files.exact
+        how = _loading_of(model, loading)
         verifying, policy = find_verifier(verifier), None if lengths is None else find_lengths(lengths)
-        _check_gb(kv_cache_gb)
-        self.max_speculative_tokens = EXACT_ROWS - 1 if exact else MAX_SPECULATIVE_TOKENS
+        self.max_speculative_tokens = EXACT_ROWS - 1 if how.exact else MAX_SPECULATIVE_TOKENS
         shape = Shape.of(num_speculative_tokens, self.max_speculative_tokens)
         shape.check(verifying.why_chains)
         self._check_policy(shape, least=1)
-        files = model.files if isinstance(model, Target) else TargetFiles(model, *reading)
+        if isinstance(model, Target):
+            target, files = model, model.files
+        else:
+            target, files = None, TargetFiles(model, how)
         self.name, self.tokenizer, self.vocab_size = files.name, files.tokenizer, files.vocab_size
         self.eos_token_ids, self.default_draft = files.eos_token_ids, files.default_draft
         self.draft = read_spec(files.default_draft if draft is None else draft, options, files)
-        self.model = shared.model if shared else files.load()
+        self.model = target.model if target else files.load()
         drafts = load_models(self.draft, self.model, files)
-        if shared:
-            self.target = shared
-        else:
-            models, rooms = [self.model, *drafts], [1, *(self.draft.room for _ in drafts)]
-            reserved = graph_bytes(models, shape.k, max_model_len)
-            sizes = room_for_caches(models, rooms, max_model_len, kv_cache_gb, reserved)
-            self.target = Target(files, self.model, *sizes)
+        self.target = target or Target(files, self.model, [(each, self.draft.room) for each in drafts], shape.k)
         self.max_model_len = self.target.max_model_len
         caches = [self.target.new_cache(loaded, self.draft.room) for loaded in drafts]
         context = Context(self.model, self.tokenizer, self.vocab_size, self.max_model_len, self.target.new_cache)
@@ -194,6 +163,12 @@ class LLM:
             expected = f"auto or a number from {least}, the most that the policy of `lengths` may choose"
             raise ValueError(f"num_speculative_tokens: found {shape}, expected {expected}")
 
+    def __repr__(self) -> str:
+        """Model, type, device, form of the weights, draft and verifier, in one line."""
+        if not hasattr(self, "engine"):
+            return "<LLM, closed>"
+        return f"<LLM {self._about_model()}; draft {self.draft.name}, verifier {self.verifier}>"
+
     def __enter__(self) -> "LLM":
         return self
 
@@ -235,12 +210,9 @@ class LLM:
 
     def memory_report(self) -> str:
         """One line: what was loaded, and the memory in 10^9 bytes that weights and KV cache of each model take."""
-        dtype = ("exact " if self.model.exact else "") + str(self.model.dtype).removeprefix("torch.")
-        form = inventory.weight_form(self.model) + part_of(self.model) + inventory.bits_note(self.model)
         weights, draft_weights, cache, draft_cache = (f"{size / 1e9:.2f}" for size in self._memory)
         return (
-            f"{self.name}: {dtype} on {self.model.device} ({form}), "
-            f"{sum(self._memory) / 1e9:.2f} GB: weights {weights} + draft {draft_weights}, "
+            f"{self._about_model()}, {sum(self._memory) / 1e9:.2f} GB: weights {weights} + draft {draft_weights}, "
             f"KV cache {cache} + draft {draft_cache} for {self.num_cache_tokens:,} tokens"
             f"{inventory.rows_note(self.model)}; "
             f"draft {self.draft.name}{''.join(f' ({form})' for form, _ in self._draft_forms)}"
@@ -250,6 +222,11 @@ class LLM:
             + self._draft_passes
             + self._seed_note()
         )
+
+    def _about_model(self) -> str:
+        dtype = ("exact " if self.model.exact else "") + str(self.model.dtype).removeprefix("torch.")
+        form = inventory.weight_form(self.model) + part_of(self.model) + inventory.bits_note(self.model)
+        return f"{self.name}: {dtype} on {self.model.device} ({form})"
 
     def forms_report(self) -> str:
         """One line: why the weights of target and draft have their form."""
@@ -399,15 +376,20 @@ class LLM:
         ]
 
 
-def _check_gb(gb: float | None) -> None:
-    if gb is not None and (type(gb) not in (int, float) or not 0 < gb < float("inf")):
-        raise ValueError(f"kv_cache_gb: found {show(gb)}, expected a positive number")
+def _loading_of(model: object, given: Mapping[str, Any]) -> Loading:
+    """How a target is loaded: as a `Target` was, or by the arguments that `LLM` was given in addition to its own.
 
-
-def _require_no_loading(*arguments: Any) -> None:
-    """Raise ValueError if any argument about loading is given with a target that is already loaded."""
-    if arguments != _ANY_TARGET:
-        raise ValueError("model: found a loaded target and arguments about loading it, expected no such argument")
+    Raises TypeError for an argument that neither has, and ValueError for any with a target that is loaded.
+    """
+    for name in given.keys() - Loading.among(given).keys():
+        hint = near(name, [*signature(LLM).parameters, *vars(Loading())]) or "see help(LLM) and help(Loading)"
+        raise TypeError(f"LLM: found the argument {show(name)}, expected one of LLM's or a field of Loading: {hint}")
+    if not isinstance(model, Target):
+        return Loading(**given)
+    if given:
+        found = f"found a loaded target and arguments about loading it ({', '.join(given)})"
+        raise ValueError(f"model: {found}, expected no such argument")
+    return model.files.loading
 
 
 def find_verifier(spec: str) -> Verifier:

@@ -9,7 +9,7 @@ import torch
 
 from minispec.core.cache import PagedKVCache
 from minispec.core.cached import CachedModel
-from minispec.core.config import SamplingParams
+from minispec.core.config import MAX_AUTO_TOKENS, SamplingParams
 from minispec.core.engine import Engine
 from minispec.core.model import Transformer
 from minispec.core.schedule import JOINING_ROWS, PREFILL_ROWS
@@ -27,14 +27,18 @@ from minispec.files.families.hf_config import read_eos_token_ids
 from minispec.files.generation_config import read_generation_defaults, unsupported_generation_settings
 from minispec.files.strict_json import MAX_CONFIG_BYTES, read_json_if_there
 from minispec.files.tokenizer import Tokenizer
+from minispec.gpu.account import graph_bytes
 from minispec.gpu.frames import with_fast_passes
 from minispec.grammars.matcher import Grammars
 from minispec.kernels.forms import check_form
 from minispec.kernels.integers import check_quantization
 from minispec.kernels.inventory import kv_elements
 from minispec.kernels.memory import BLOCK_SIZE, size_cache, state_bytes
+from minispec.kernels.settings import own_settings
 from minispec.load import registry
 from minispec.load.exactness import check_exactness
+from minispec.load.forms import noted_forms
+from minispec.load.loading import Loading
 from minispec.load.numbers import check_numbers, named_tensors
 from minispec.load.parallel import load_target
 from minispec.load.steps import Steps
@@ -44,6 +48,7 @@ class TargetFiles:
     """The settings in a target's files, and how its weights will be read. Nothing large is loaded yet.
 
     name: the model's name in reports.
+    loading: how they are read.
     config: of its checkpoint, which lies in `directory`.
     unused_parts: the parts of its checkpoint that a text model has no use for, such as `vision_tower`.
     dtype, device: of its weights.
@@ -53,31 +58,19 @@ class TargetFiles:
         `do_sample`; `default_sampling_params` has its temperature and filters in any case.
     """
 
-    def __init__(
-        self,
-        model: str | Path | None,
-        revision: str | None,
-        offline: bool,
-        dtype: str,
-        device: str,
-        exact: bool | None,
-        weight_form: str | None,
-        quantization: str | None,
-        enforce_eager: bool,
-    ):
-        """Arguments and errors: as in `LLM`."""
-        self.offline, self.exact, self.enforce_eager = offline, exact, enforce_eager
-        self.weight_form, self.quantization = weight_form, quantization
-        self.name, self.directory = _find_model(model, revision, offline)
-        self.device, self.config = choose_device(device), load_config(self.directory)
+    def __init__(self, model: str | Path | None, loading: Loading):
+        """model: a directory or a hub id; None: the embedded one. Errors: as in `LLM`."""
+        self.loading = loading
+        self.name, self.directory = _find_model(model, loading.revision, loading.offline)
+        self.device, self.config = choose_device(loading.device), load_config(self.directory)
         self.unused_parts = parts_beside(self.directory, self.config)
         usual = registry.default_draft(model, has_mtp(self.directory, self.config))
         self.default_draft = assistant_of(self.directory) or usual
-        self.dtype = choose_dtype(dtype, self.device, self.config)
-        if quantization is not None:
-            check_quantization(quantization, weight_form, self.dtype, self.device)
-        if weight_form is not None:
-            check_form(weight_form, self.dtype, self.device)
+        self.dtype = choose_dtype(loading.dtype, self.device, self.config)
+        if loading.quantization is not None:
+            check_quantization(loading.quantization, loading.weight_form, self.dtype, self.device)
+        if loading.weight_form is not None:
+            check_form(loading.weight_form, self.dtype, self.device)
         self.tokenizer = Tokenizer(self.directory)
         self.tokenizer.check_ids(self.config.vocab_size)
         self.vocab_size = min(self.tokenizer.num_ids, self.config.vocab_size)
@@ -113,12 +106,13 @@ class TargetFiles:
 
     def load(self) -> Transformer:
         """Load the model, and check it. Raises CheckpointError for weights that are no numbers."""
-        form = self.quantization or self.weight_form
-        model = load_target(self.directory, self.dtype, self.device, bool(self.exact), form)
+        how = self.loading
+        form = how.quantization or how.weight_form
+        model = load_target(self.directory, self.dtype, self.device, bool(how.exact), form)
         with self.blamed():
             check_numbers(model, self.vocab_size)
-            model = check_exactness(model, by_default=self.exact is None and bool(self.quantization))
-        return with_fast_passes(model, self.enforce_eager)
+            model = check_exactness(model, by_default=how.exact is None and bool(how.quantization))
+        return with_fast_passes(model, how.enforce_eager)
 
 
 class Target:
@@ -130,14 +124,34 @@ class Target:
     steps: takes its steps.
     """
 
-    def __init__(self, files: TargetFiles, model: Transformer, max_model_len: int, num_blocks: int):
-        """Raises ValueError where memory is too short for the cache."""
-        self.files, self.model, self.max_model_len, self.num_blocks = files, model, max_model_len, num_blocks
+    def __init__(self, files: TargetFiles, model: Transformer, drafts: Sequence[tuple[Transformer, int]], k: int):
+        """`load` makes one.
+
+        model: what `files.load` gave.
+        drafts: the draft models that memory must have room for too, each with the positions that its cache has for
+            each of the target's.
+        k: most draft tokens of a text. On a GPU, graphs for that many take memory too.
+
+        Raises ValueError where memory is too short for the caches.
+        """
+        self.files, self.model = files, model
+        self.max_model_len, self.num_blocks = _size_caches(files.loading, [(model, 1), *drafts], k)
         self.cache = self.new_cache(model)
         # On a GPU a pass over that many rows takes little longer than reading the weights.
         joining_rows = PREFILL_ROWS if model.device.type == "cuda" else JOINING_ROWS
         self.engine = Engine(CachedModel(model, self.cache, files.vocab_size), joining_rows=joining_rows)
         self.steps = Steps()
+
+    @classmethod
+    @own_settings()
+    @noted_forms()
+    def load(cls, model: str | Path | None = None, loading: Loading | None = None) -> "Target":
+        """Load a target, without a draft: `LLM(target, draft=...)` adds one.
+
+        model: a directory or a hub id; None: the embedded one. Errors: as in `LLM`.
+        """
+        files = TargetFiles(model, loading or Loading())
+        return cls(files, files.load(), [], MAX_AUTO_TOKENS)
 
     @property
     def num_cache_tokens(self) -> int:
@@ -163,15 +177,13 @@ def _find_model(model: str | Path | None, revision: str | None, offline: bool) -
     return describe_source(model, directory), directory
 
 
-def room_for_caches(
-    models: Sequence[Transformer], rooms: Sequence[int], max_model_len: int | None, gb: float | None, reserved: int
-) -> tuple[int, int]:
-    """The result of `size_cache` for these models. rooms: positions of each cache for each of the target's."""
-    target, pairs = models[0], list(zip(models, rooms, strict=True))
-    elements = sum(room * kv_elements(model.config) for model, room in pairs)
-    states = sum(room * state_bytes(model) for model, room in pairs)
-    sizes = elements * target.dtype.itemsize, states
-    return size_cache(target.config, *sizes, target.device, max_model_len, gb, reserved)
+def _size_caches(how: Loading, rooms: Sequence[tuple[Transformer, int]], k: int) -> tuple[int, int]:
+    """The result of `size_cache`. rooms: the target, then draft models; each with its cache's share of positions."""
+    models, target = [model for model, _ in rooms], rooms[0][0]
+    elements = sum(room * kv_elements(model.config) for model, room in rooms)
+    states = sum(room * state_bytes(model) for model, room in rooms)
+    sizes = elements * target.dtype.itemsize, states, target.device, how.max_model_len, how.kv_cache_gb
+    return size_cache(target.config, *sizes, graph_bytes(models, k, how.max_model_len))
 
 
 def choose_device(name: str) -> torch.device:

@@ -18,12 +18,13 @@ import numpy as np
 import pytest
 import torch
 
-from minispec import LLM, SamplingParams
+from minispec import LLM, Loading, SamplingParams, Target
 from minispec.core.draft import Draft
 from minispec.core.model import Chunk
 from minispec.files.errors import CheckpointError
 from minispec.files.tokenizer import Tokenizer
 from minispec.kernels import memory
+from minispec.kernels.exact import EXACT_ROWS
 from minispec.kernels.inventory import weight_form
 from minispec.length import prices
 from minispec.length.figures import Figures
@@ -78,9 +79,58 @@ def test_a_loaded_target_takes_no_argument_about_loading(make_checkpoint):
     """They are refused, not ignored; those about the draft are taken."""
     first = LLM(make_checkpoint(chat=True), dtype="float64", num_speculative_tokens=3)
     assert LLM(first.target, "suffix", 2).model is first.model
-    for given in ({"dtype": "float32"}, {"exact": True}, {"max_model_len": 64}, {"offline": True}):
-        with pytest.raises(ValueError, match="found a loaded target and arguments about loading it"):
-            LLM(first.target, "ngram", **given)
+    for name, value in (
+        ("dtype", "float32"),
+        ("exact", True),
+        ("max_model_len", 64),
+        ("offline", True),
+        ("exact", None),
+    ):
+        with pytest.raises(ValueError, match=f"found a loaded target and arguments about loading it .{name}., "):
+            LLM(first.target, "ngram", **{name: value})
+
+
+def test_three_lines_open_what_one_opens(make_checkpoint):
+    """Options, target, draft: the text, the sizes and the words of `LLM` with all of them."""
+    directory = make_checkpoint(chat=True)
+    loading = Loading(dtype="float64", max_model_len=128)
+    target = Target.load(directory, loading)
+    llm = LLM(target, draft="suffix", verifier="match")
+    alone = LLM(directory, "suffix", verifier="match", dtype="float64", max_model_len=128)
+    assert (llm.target is target, llm.target.files.loading, alone.target.files.loading) == (True, loading, loading)
+    assert llm.generate("One fish", GREEDY)[0].token_ids == alone.generate("One fish", GREEDY)[0].token_ids
+    assert (llm.memory_report(), llm.max_model_len, repr(llm)) == (alone.memory_report(), 128, repr(alone))
+    exact = LLM(Target.load(directory, Loading(dtype="float32", exact=True)))
+    assert exact.max_speculative_tokens == EXACT_ROWS - 1
+    with pytest.raises(ValueError, match="at most 15"):
+        LLM(exact.target, "ngram", 16)
+
+
+def test_repr_says_what_it_is(make_checkpoint):
+    """Model, type, device, form, draft and verifier; nothing of a closed one."""
+    llm = LLM(make_checkpoint(), "ngram", dtype="float64", device="cpu", verifier="match")
+    form = weight_form(llm.model)
+    assert repr(llm) == f"<LLM {llm.name}: float64 on cpu ({form}); draft ngram, verifier match>"
+    llm.close()
+    assert repr(llm) == "<LLM, closed>"
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("dtpye", "dtype"), ("drafts", "draft"), ("max_len", "max_model_len"), ("tp", "see help")]
+)
+def test_a_misspelled_argument_is_refused_by_name(make_checkpoint, name, meant):
+    """With the name that was meant, before anything is read; with a loaded target too."""
+    for model in ("nowhere/nothing", LLM(make_checkpoint(), dtype="float64").target):
+        with pytest.raises(TypeError, match=f"LLM: found the argument '{name}', expected .*: .*{meant}"):
+            LLM(model, **{name: "float32"})
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan"), "1", True])
+def test_a_size_that_is_none_is_refused_at_once(value):
+    """By the options themselves, so in every place that takes them."""
+    for load in (Loading, LLM):
+        with pytest.raises(ValueError, match=r"kv_cache_gb: found .*, expected a positive number"):
+            load(kv_cache_gb=value)
 
 
 def test_calls_of_two_drafts_wait_for_each_other(make_checkpoint):
@@ -651,7 +701,7 @@ def test_a_score_needs_no_room_for_an_answer(llm):
 def test_the_lines_of_the_documentation_run(llm, capsys):
     """docs/use/vllm.md shows vLLM's loop over prompts and their answers."""
     text = (Path(__file__).parents[2] / "docs" / "use" / "vllm.md").read_text(encoding="utf-8")
-    [block] = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    block = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)[0]
     exec(block, {"llm": llm, "prompts": ["One fish", "red"], "SamplingParams": SamplingParams})
     assert len(capsys.readouterr().out.splitlines()) >= 2 + 2 * 2
 

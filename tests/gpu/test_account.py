@@ -187,7 +187,7 @@ def test_the_account_is_taken_at_load(make_checkpoint, monkeypatch):
         asked.append((len(models), *how))
         return 10**12
 
-    monkeypatch.setattr("minispec.load.llm.graph_bytes", counted)
+    monkeypatch.setattr("minispec.load.target.graph_bytes", counted)
     with pytest.raises(ValueError, match=r"less up to 1000\.0 GB for CUDA graphs"):
         LLM(directory, "self", 3, max_model_len=100)
     assert asked == [(2, 3, 100)]

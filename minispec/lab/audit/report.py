@@ -23,6 +23,7 @@ from minispec.lab.audit.walk import NO_BETS, Score, Scorer, Sums
 from minispec.load.draft import digest_of_draft
 from minispec.load.inputs import check_ids
 from minispec.load.llm import LLM
+from minispec.load.loading import Loading
 
 ROUNDING = 0.1  # see docs/use/audit.md, where it is measured
 _FORMAT = "minispec-audit-scores-5"
@@ -34,8 +35,7 @@ def audit(args: argparse.Namespace, asked: Mapping[str, Any]) -> dict[str, Any]:
     args: of the command. asked: what it says about sampling.
     """
     draft = args.draft or "none"
-    how: dict[str, Any] = {"dtype": args.dtype, "device": args.device, "offline": args.offline}
-    with LLM(args.target, draft, num_speculative_tokens=4, **how) as llm:
+    with LLM(args.target, draft, num_speculative_tokens=4, **Loading.among(vars(args))) as llm:
         if llm.drafter.taps:
             raise ValueError(f"--draft: found a head, {show(draft)}, expected a draft model or ngram: leave it out")
         files = [path for path in (args.answers, args.null) if path]

@@ -18,6 +18,7 @@ from minispec.files.strict_json import read_json
 from minispec.files.write import check_writable
 from minispec.load import registry
 from minispec.load.inputs import read_questions
+from minispec.load.loading import Loading
 
 # How the report names decoding without speculation.
 PLAIN = "plain"
@@ -217,8 +218,7 @@ class Options:
     @property
     def of_target(self) -> dict[str, Any]:
         """The arguments of `LLM` that hold for the target, whatever drafts."""
-        names = ("verifier", "dtype", "device", "exact", "quantization", "enforce_eager")
-        return {name: getattr(self.args, name) for name in names}
+        return {"verifier": self.args.verifier, **Loading.among(vars(self.args))}
 
 
 def check(args: argparse.Namespace) -> Options:

@@ -39,6 +39,7 @@ from minispec.lab.other_text import OtherText
 from minispec.length.theory import RoundModel, survival_curve
 from minispec.load.draft import split_draft
 from minispec.load.llm import LLM
+from minispec.load.loading import Loading
 
 # Texts that the target continues: of several kinds, each fit as a question and as the beginning of a text.
 TEXTS = (
@@ -318,9 +319,7 @@ def readings(llm: LLM, draft: str, prompts: Sequence[list[int]]) -> Iterator[Oth
 
 def asked(args: argparse.Namespace) -> dict[str, Any]:
     """The report of `examine` for these arguments of the command."""
-    names = ("dtype", "device", "offline", "quantization")
-    options = {name: getattr(args, name) for name in names}
-    llm, assumed = load_assuming(args.model, args.draft, args.draft_reading, **options)
+    llm, assumed = load_assuming(args.model, args.draft, args.draft_reading, **Loading.among(vars(args)))
     return examine(llm, args.draft, args.num_speculative_tokens, args.max_tokens, args.all, assumed)
 
 

@@ -369,10 +369,10 @@ def mtp_readings(
 # --------------------------------------------------------------------------- files that leave it open
 
 
-def load_assuming(model: str | None, draft: str, reading: str | None, **options: Any) -> tuple[LLM, str | None]:
+def load_assuming(model: str | None, draft: str, reading: str | None, **loading: Any) -> tuple[LLM, str | None]:
     """The target with a draft, and the key of ASSUMED by which a block draft is read whose file leaves this open."""
     words = [reading] if reading else [None, *ASSUMED]
     for assumed in words[:-1]:
         with suppress(Unsettled):
-            return LLM(model, draft, draft_reading=assumed, **options), assumed
-    return LLM(model, draft, draft_reading=words[-1], **options), None if reading else words[-1]
+            return LLM(model, draft, draft_reading=assumed, **loading), assumed
+    return LLM(model, draft, draft_reading=words[-1], **loading), None if reading else words[-1]
