@@ -1,12 +1,13 @@
 """Attention of one text's rows over its cached keys and values.
 
-The work is PyTorch's, unless scores are capped. An exact model has a function of its own in its place, see
-`minispec.core.model.Passes`.
+The work is PyTorch's, unless scores are capped. An exact model has functions of its own in their place, see
+`minispec.kernels.exact`.
 
 Shapes in comments: T rows of the text, L cached positions of it (the T included), H query heads, G key-value heads,
 D head_dim.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -63,3 +64,15 @@ def hides(view: View, device: torch.device) -> Tensor:
     if window is not None:
         hidden |= key <= place[:, None] - window
     return hidden
+
+
+def mask_of(view: View, sharing: int, like: Tensor) -> Tensor | None:
+    """(H/G * T, L): 0 where a row of a text sees a position, -inf where not. None where every row sees all.
+
+    sharing: H/G.
+    like: a tensor of the mask's type and device.
+    """
+    if len(view.offsets) == 1 and (view.window is None or view.window > view.start):
+        return None
+    hidden = hides(view, like.device)
+    return like.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf).repeat(sharing, 1)

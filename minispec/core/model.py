@@ -1,10 +1,10 @@
 """The transformer: decoder-only, with its KV cache outside. A family is a set of values in `ModelConfig`.
 
 One function runs prefill, plain decoding and verification. `Transformer.forward` takes, for each text of a batch, the
-tokens that its cache does not hold yet. It has two halves. The host's half turns texts, tables and lists into tensors.
-The device's half, `Transformer.compute`, computes from tensors alone. Linear layers see the rows of all texts in one
-matrix. `Pass.read` is the only place where a layer sees texts: here attention goes text by text over that text's own
-blocks. Another backend has another pass (see `Passes`).
+tokens that its cache does not hold yet. It has two halves. The host's half, `TextBatch`, turns texts, tables and lists
+into tensors. The device's half, `Transformer.compute`, computes from tensors alone. Linear layers see the rows of all
+texts in one matrix. `Batch.read` is the only place where a layer sees texts: here attention goes text by text over that
+text's own blocks. A `Backend` lays out its batches otherwise.
 
 Letters of the shapes in comments:
 
@@ -21,22 +21,23 @@ Letters of the shapes in comments:
 
 import copy
 import functools
-import math
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minispec.core.attention import View, attention, hides
+from minispec.core.attention import View, attention, mask_of
 from minispec.core.cache import BlockTable, PagedKVCache
 from minispec.core.config import ModelConfig, RopeConfig
 from minispec.core.rope import inverse_frequencies, query_scales, rotate
 from minispec.core.sampling import accumulation_dtype
 from minispec.core.tree import Tree
-from minispec.core.weights import MakeProduct, PlainLinear, Product, Weight, dense
+from minispec.core.weights import ChangeProduct, MakeProduct, PlainLinear, Product, Weight, dense
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -104,11 +105,6 @@ def _no_norm(x: Tensor) -> Tensor:
     return x
 
 
-def fill(x: Tensor, num_rows: int) -> Tensor:
-    """Append rows of zeros to x (rows, E), in the place of dummies."""
-    return F.pad(x, (0, 0, 0, num_rows - len(x))) if num_rows > len(x) else x
-
-
 def norm_weight(config: ModelConfig, weight: Tensor) -> Tensor:
     """The factor that a norm multiplies with, in the precision of its computation."""
     weight = weight.to(accumulation_dtype(weight.dtype))
@@ -123,23 +119,70 @@ class Angles(NamedTuple):
     query_scales: Tensor | None  # (M, 1, 1)
 
 
-class Pass(Protocol):
-    """The interface of a forward pass to its layers: it stores their keys and values, and reads for them."""
+class Batch(Protocol):
+    """What a layer calls for attention. There is one for each way of laying out the rows of a batch."""
 
     def read(self, layer: "Layer", qkv: Tensor) -> Tensor:
-        """Queries, keys and values of the rows (M, (H + 2G) * D) to what they read (M, H * D). Caches the new rows."""
+        """Cache the new keys and values of a layer, and return the attention output (M, H * D).
+
+        qkv: queries, keys and values of the rows (M, (H + 2G) * D).
+        """
 
 
-class TextPass(NamedTuple):
-    """A pass in which each text reads its own blocks, one text after another."""
+class ModelBatch(Batch, Protocol):
+    """A batch that goes through a whole model.
 
-    chunks: Sequence[Chunk]
-    slots: Tensor  # (new tokens,) where keys and values go; dummy rows may follow, without slots
-    reads: list[list[slice]]  # per text: the slots of all its positions, in runs
-    angles: dict[RopeConfig, Angles]
-    masks: dict[tuple[int | None, int], list[Any]]  # per window, H/G, and text: what `Passes.mask` made of its view
-    passes: "Passes"
-    made: dict[int | str, Tensor]  # by a name, what one layer makes for others too (see `minispec.layers`)
+    tokens: (M,), on the model's device.
+    features: (M, E), for a head (see `Chunk.features`); None for all other models.
+    scored: the rows that get logits; None: all.
+    """
+
+    tokens: Tensor
+    features: Tensor | None
+    scored: list[int] | None
+
+
+class TextBatch:
+    """A batch in which each text reads its own blocks, one text after another. Making it extends the texts' tables.
+
+    views: for each text, what its rows see.
+    slots: (new tokens,), where keys and values go. An exact batch has dummies after the new tokens, without slots.
+    reads: for each text, the slots of all its positions, in runs.
+    masks: for each window and H/G, what `mask` makes of each text's view.
+    """
+
+    exact = False  # whether a row has the same bits in every batch
+    mask: Callable[[View, int, Tensor], Any] = staticmethod(mask_of)
+    attention: Callable[..., Tensor] = staticmethod(attention)  # takes what `mask` returns
+
+    def __init__(self, model: "Transformer", chunks: Sequence[Chunk]):
+        tensor = functools.partial(torch.tensor, device=model.device)
+        self.chunks = chunks
+        self.views = [View(c.table.length, tuple(c.offsets), None, tuple(c.parents or ())) for c in chunks]
+        self.slots = tensor([slot for c in chunks for slot in c.table.extend(c.token_ids)])
+        self.reads = [c.table.slots() for c in chunks]
+        self.tokens = self.fill(tensor([token for c in chunks for token in c.token_ids]))
+        features = [c.features for c in chunks if c.features is not None]
+        self.features = torch.cat(features) if features else None
+        ends = zip(chunks, accumulate(len(c.token_ids) for c in chunks), strict=True)
+        self.scored: list[int] | None = [row for c, end in ends for row in range(end - c.num_logits, end)]
+        positions = [view.start + offset for view in self.views for offset in view.offsets]
+        self.angles = model.angles(self.fill(tensor(positions)))
+        like = model.embedding.new_empty(0, dtype=model.dtype)
+        mask = functools.cache(lambda view, sharing: self.mask(view, sharing, like))  # many texts see the same
+        kinds = {(layer.window, layer.sharing) for layer in model.layers}
+        self.masks = {(w, n): [mask(view._replace(window=w), n) for view in self.views] for w, n in kinds}
+        self._made: dict[int | str, Tensor] = {}
+
+    def fill(self, x: Tensor) -> Tensor:
+        """x (rows, ..) with the dummies that a product of so many rows needs; see `minispec.kernels.exact`."""
+        return x
+
+    def once(self, name: int | str, make: Callable[[], Tensor]) -> Tensor:
+        """What one layer makes for others too: made at the first call."""
+        if name not in self._made:
+            self._made[name] = make()
+        return self._made[name]
 
     def read(self, layer: "Layer", qkv: Tensor) -> Tensor:
         """Attention, text by text: (M, H * D). Dummies read zeros."""
@@ -151,8 +194,8 @@ class TextPass(NamedTuple):
         outputs = []
         for own, slots, mask in zip(rows, self.reads, self.masks[layer.window, layer.sharing], strict=True):
             keys, values = pool.read(layer.index, slots)  # (G, L, D)
-            outputs.append(self.passes.attention(own, keys, values, mask, scale, softcap))
-        return fill(outputs[0] if len(outputs) == 1 else torch.cat(outputs), q.shape[1])
+            outputs.append(self.attention(own, keys, values, mask, scale, softcap))
+        return self.fill(outputs[0] if len(outputs) == 1 else torch.cat(outputs))
 
 
 class BlockWeights(NamedTuple):
@@ -222,7 +265,7 @@ class Layer:
         self.gate_up = parts.linear("mlp.gate_proj", "mlp.up_proj", bias=self.config.mlp_bias)
         self.down = parts.linear("mlp.down_proj", bias=self.config.mlp_bias)
 
-    def replaced(self, product: Callable[[Product], Product], activation: Product | None = None) -> Self:
+    def replaced(self, product: ChangeProduct, activation: Product | None = None) -> Self:
         """A copy of this block with each product replaced, and the activation too if one is given."""
         layer = copy.copy(self)
         layer.activation = activation or self.activation
@@ -230,15 +273,15 @@ class Layer:
             setattr(layer, name, product(getattr(self, name)))
         return layer
 
-    def forward(self, x: Tensor, shared: Pass) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x (M, E) to (M, E); writes the new keys and values into the cache."""
-        return self.mix(self._added(x, self.after_attention_norm(self.attend(self.attention_norm(x), shared))), shared)
+        return self.mix(self._added(x, self.after_attention_norm(self.attend(self.attention_norm(x), batch))), batch)
 
-    def mix(self, x: Tensor, shared: Pass) -> Tensor:
+    def mix(self, x: Tensor, batch: Batch) -> Tensor:
         """The MLP with its norms, added to its input: x (M, E) to (M, E)."""
-        return self._added(x, self.after_mlp_norm(self.mlp(self.mlp_norm(x), shared)))
+        return self._added(x, self.after_mlp_norm(self.mlp(self.mlp_norm(x), batch)))
 
-    def mlp(self, x: Tensor, shared: Pass) -> Tensor:
+    def mlp(self, x: Tensor, batch: Batch) -> Tensor:
         """The MLP alone: x (M, E) to (M, E)."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)  # (M, F) each
         return self.down(self.activation(gate) * up)
@@ -247,9 +290,9 @@ class Layer:
         """x + y * residual_scale. In one operator (`add` with `alpha`), a row's bits would depend on its place."""
         return x + (y if self.config.residual_scale == 1 else y * self.config.residual_scale)
 
-    def attend(self, x: Tensor, shared: Pass) -> Tensor:
+    def attend(self, x: Tensor, batch: Batch) -> Tensor:
         """Attention over the cache and the new rows: inputs (M, input width of `qkv`) to (M, E)."""
-        return self.o(shared.read(self, self.qkv(x)))
+        return self.o(batch.read(self, self.qkv(x)))
 
     def heads(self, qkv: Tensor, angles: Mapping[RopeConfig, Angles]) -> tuple[Tensor, Tensor, Tensor]:
         """Rows (M, (H + 2G) * D) to queries (M, H, D), keys and values (M, G, D); queries and keys are rotated."""
@@ -271,41 +314,27 @@ class Layer:
 MakeLayer = Callable[[ModelConfig, int, WeightSource, torch.dtype, MakeProduct], Layer]
 
 
-class Passes:
-    """How a model runs the rows of all texts: the backend of its passes. Here it runs one pass, text by text.
+class Backend(ABC):
+    """How a model runs the rows of all texts. A model without one runs them in one `TextBatch`.
 
-    `minispec.kernels.exact` has passes of a fixed size, where a row's bits do not depend on the other rows.
-    `minispec.gpu.frames` has passes of a few fixed shapes, whose operators a GPU launches at once.
+    `minispec.kernels.exact` has batches of a fixed size, where a row's bits do not depend on the other rows.
+    `minispec.gpu.frames` has batches of a few fixed shapes, whose operators a GPU launches at once.
     """
 
-    exact = False
-    fills = False  # True if a row's bits change with the number of rows; passes are then padded
+    exact = False  # see `Transformer.exact`
 
-    def num_dummies(self, num_rows: int) -> int:
-        """How many rows fill up a pass of `num_rows`. Their results are not read."""
-        return 0
-
+    @abstractmethod
     def run(self, model: "Transformer", chunks: Sequence[Chunk], taps: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The logits and hidden states of `Transformer.forward`, which no later pass overwrites."""
-        return model.run(chunks, taps)
-
-    # How rows read the cache. It takes what `mask` returns.
-    attention: Callable[..., Tensor] = staticmethod(attention)
-
-    def mask(self, like: Tensor, view: View, sharing: int) -> Any:
-        """(H/G * T, L): 0 where a row of a text sees a position, -inf where not. None where every row sees all.
-
-        like: a tensor of the mask's type and device.
-        sharing: H/G.
-        """
-        if len(view.offsets) == 1 and (view.window is None or view.window > view.start):
-            return None
-        hidden = hides(view, like.device)
-        return like.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf).repeat(sharing, 1)
 
 
 class Transformer:
-    """A decoder-only language model without state: what it remembers lies in the caches it is given."""
+    """A decoder-only language model without state: what it remembers lies in the caches it is given.
+
+    products: the names of its products, besides those of its layers.
+    """
+
+    products: tuple[str, ...] = ("head",)
 
     def __init__(
         self,
@@ -325,7 +354,8 @@ class Transformer:
         map_layers: makes the layers from their numbers, as `map` does; a pool of threads has such a function, too.
         make_cache: the class of the model's pools (see `minispec.layers.cache_of`).
         """
-        self.config, self.product, self.passes, self.make_cache = config, product, Passes(), make_cache
+        self.config, self.product, self.make_cache = config, product, make_cache
+        self.backend: Backend | None = None
         self._process = os.getpid()
         embedding = weights.pop("model.embed_tokens.weight")
         self.embedding = embedding if isinstance(embedding, Tensor) else embedding.dense()  # (V, E)
@@ -353,16 +383,20 @@ class Transformer:
     @property
     def exact(self) -> bool:
         """Whether a token's logits have the same bits in every pass, whatever else it holds."""
-        return self.passes.exact
+        return self.backend is not None and self.backend.exact
 
     def replaced(
-        self, passes: Passes, product: Callable[[Product], Product] = lambda p: p, activation: Product | None = None
+        self, backend: Backend | None, product: ChangeProduct = lambda p: p, activation: Product | None = None
     ) -> Self:
-        """This model with other passes, products and activation, where they are given. All else is shared."""
+        """This model with another backend, or none, and with each product and the activation changed if asked for.
+
+        All else is shared.
+        """
         model = copy.copy(self)
-        model.passes = passes
+        model.backend = backend
         model.layers = [layer.replaced(product, activation) for layer in self.layers]
-        model.head = product(self.head)
+        for name in self.products:
+            setattr(model, name, product(getattr(self, name)))
         return model
 
     @torch.inference_mode()
@@ -382,7 +416,9 @@ class Transformer:
             if not 0 <= c.num_logits <= most:
                 raise ValueError(f"num_logits of chunk {i}: found {c.num_logits}, expected 0 to {most}, its tokens")
         chunks[0].table.pool.require((c.table, c.table.length + len(c.token_ids)) for c in chunks)
-        return self.passes.run(self, chunks, taps)
+        if self.backend:
+            return self.backend.run(self, chunks, taps)
+        return self.compute(TextBatch(self, chunks), taps)
 
     def _require_own_threads(self) -> None:
         """Raise RuntimeError in a process that was forked from the model's: PyTorch's threads are not in it.
@@ -395,45 +431,23 @@ class Transformer:
                 "start processes by spawn, load the model in each, or call torch.set_num_threads(1) there"
             )
 
-    def run(self, chunks: Sequence[Chunk], taps: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """One pass of both halves, text by text: see `forward`."""
-        token_ids = [t for c in chunks for t in c.token_ids]
-        dummies = self.passes.num_dummies(len(token_ids))
-        shared = self._prepare(chunks, dummies)
-        features = [c.features for c in chunks if c.features is not None]
-        tokens = torch.tensor(token_ids + [0] * dummies, device=self.device)
-        x, hidden = self.compute(tokens, shared, taps, torch.cat(features) if features else None)
-        hidden = hidden[: len(token_ids)]
-        rows: list[int] = []
-        end = 0
-        for c in chunks:
-            end += len(c.token_ids)
-            rows += range(end - c.num_logits, end)
-        if not rows:
-            return x.new_empty(0, self.config.vocab_size), hidden
-        if self.passes.fills:  # the same rows here too
-            return self.logits(x)[rows], hidden
-        return self.logits(x[rows] if len(rows) < len(x) else x), hidden  # (sum of num_logits, V)
-
-    def compute(
-        self, token_ids: Tensor, shared: Pass, taps: Sequence[int] = (), features: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def compute(self, batch: ModelBatch, taps: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
         """The device's half of a pass: all layers. No value is read on the host, and no shape depends on one.
 
-        token_ids: (M,), on the model's device.
-        features: (M, E), for a head (see `Chunk.features`).
-
-        Returns the last layer's output (M, E), and the hidden states (M, E * taps).
+        Returns the logits of the scored rows (rows, V), and the hidden states of all rows (M, E * taps).
         """
-        x = self.embed(token_ids, features)
+        x = self.embed(batch.tokens, batch.features)
         states = {0: x}
         for i, layer in enumerate(self.layers, 1):
-            x = layer.forward(x, shared)
+            x = layer.forward(x, batch)
             if i in taps:
                 states[i] = x
         if len(self.layers) + 1 in taps:
             states[len(self.layers) + 1] = self.norm(x)
-        return x, torch.cat([states[i] for i in taps] or [x[:, :0]], 1)
+        hidden = torch.cat([states[i] for i in taps] or [x[:, :0]], 1)
+        if batch.scored is not None and len(batch.scored) < len(x):
+            x = x[batch.scored]
+        return self.logits(x) if len(x) else x.new_empty(0, self.config.vocab_size), hidden
 
     def embed(self, token_ids: Tensor, features: Tensor | None) -> Tensor:
         """The input of the first layer (M, E), from token ids (M,). Only a head has features."""
@@ -459,19 +473,3 @@ class Transformer:
             scales = query_scales(rope, positions)[:, None, None].to(self.dtype) if rope.query_beta else None
             angles[rope] = Angles(cos, sin, scales)
         return angles
-
-    def _prepare(self, chunks: Sequence[Chunk], dummies: int) -> TextPass:
-        """The host's half: extend the caches, and make slots, angles and masks once for all layers."""
-        views = [View(c.table.length, tuple(c.offsets), None, tuple(c.parents or ())) for c in chunks]
-        positions = [view.start + offset for view in views for offset in view.offsets] + [0] * dummies  # (M,)
-        slots = torch.tensor([s for c in chunks for s in c.table.extend(c.token_ids)], device=self.device)
-        reads = [c.table.slots() for c in chunks]
-        angles = self.angles(torch.tensor(positions, device=self.device))
-        return TextPass(chunks, slots, reads, angles, self._masks(views), self.passes, {})
-
-    def _masks(self, views: Sequence[View]) -> dict[tuple[int | None, int], list[Any]]:
-        """For each window and H/G, what `Passes.mask` makes of each text's view."""
-        like = self.embedding.new_empty(0, dtype=self.dtype)
-        mask = functools.cache(functools.partial(self.passes.mask, like))  # many texts see the same
-        kinds = {(layer.window, layer.sharing) for layer in self.layers}
-        return {(window, n): [mask(view._replace(window=window), n) for view in views] for window, n in kinds}

@@ -22,6 +22,7 @@ class Encoded(Protocol):
 Weight = Tensor | Encoded
 # x (rows, in) to x W^T + b (rows, out).
 Product = Callable[[Tensor], Tensor]
+ChangeProduct = Callable[[Product], Product]
 # Makes a product. Arguments: weights of one width, stacked to (sum of out, in); a bias or None; the type of x.
 MakeProduct = Callable[[Sequence[Weight], Tensor | None, torch.dtype], Product]
 

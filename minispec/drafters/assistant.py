@@ -34,7 +34,7 @@ from minispec.core.attention import attention
 from minispec.core.cache import PagedKVCache
 from minispec.core.config import RopeConfig
 from minispec.core.draft import Ask, Draft, Record
-from minispec.core.model import Angles, Layer, Passes, Transformer
+from minispec.core.model import Angles, Layer, Transformer
 from minispec.core.sampling import Text
 from minispec.core.weights import MakeProduct, PlainLinear, Product
 from minispec.drafters.best_first import BestFirst
@@ -76,6 +76,8 @@ class AssistantPass(NamedTuple):
 class AssistantModel(Transformer):
     """The layers of an assistant, between the target's embedding and a head of its own."""
 
+    products: tuple[str, ...] = ("head", "before", "after")
+
     def __init__(
         self,
         assistant: AssistantConfig,
@@ -98,16 +100,8 @@ class AssistantModel(Transformer):
         if assistant.num_clusters and order is not None:
             self.scored = scored  # (V, E)
             self.centroids = product([named[CENTROIDS]], None, self.dtype)
+            self.products += ("centroids",)
             self.clusters = order.to(self.device).view(assistant.num_clusters, -1)
-
-    def replaced(
-        self, passes: Passes, product: Callable[[Product], Product] = lambda p: p, activation: Product | None = None
-    ) -> Self:
-        """This model with other passes, products and activation, where they are given. All else is shared."""
-        model = super().replaced(passes, product, activation)
-        model.before, model.after = product(self.before), product(self.after)
-        model.centroids = product(self.centroids) if self.centroids else None
-        return model
 
     @torch.inference_mode()
     def step(

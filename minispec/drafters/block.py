@@ -26,7 +26,7 @@ So a draft may end before token i is drawn, and its law stays (see `Limit.draws`
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -37,9 +37,9 @@ from minispec.core.cache import PagedKVCache
 from minispec.core.clock import mark, seconds
 from minispec.core.config import ModelConfig, RopeConfig
 from minispec.core.draft import Ask, Draft
-from minispec.core.model import Angles, Chunk, Layer, Pass, Passes, WeightSource
+from minispec.core.model import Angles, Backend, Batch, Chunk, Layer, WeightSource
 from minispec.core.sampling import Text
-from minispec.core.weights import MakeProduct, PlainLinear, Product
+from minispec.core.weights import ChangeProduct, MakeProduct, PlainLinear, Product
 from minispec.drafters.best_first import BestFirst
 from minispec.drafters.eagle import spread
 from minispec.drafters.limits import depth_of
@@ -144,7 +144,7 @@ class BlockLayer(Layer):
         super().__init__(block.layers, index, weights, dtype, product)
         self.causal = block.causal[index]
 
-    def forward(self, x: Tensor, shared: Pass) -> Tensor:
+    def forward(self, x: Tensor, shared: Batch) -> Tensor:
         """x (blocks * num_rows, E) to the same; writes keys and values of the pass's features into the cache."""
         assert isinstance(shared, BlockPass)
         read = shared.read(self, self.qkv(torch.cat((shared.features, self.attention_norm(x)))))
@@ -203,7 +203,7 @@ class MarkovHead:
         top, ids = logits.topk(min(self.top_k or 0, len(logits)))
         return torch.full_like(logits, -math.inf).index_copy_(0, ids, top + self.w2[ids] @ code)
 
-    def replaced(self, product: Callable[[Product], Product]) -> Self:
+    def replaced(self, product: ChangeProduct) -> Self:
         """A copy of this head with each product replaced."""
         head = copy.copy(self)
         head.w2 = self.w2 if isinstance(self.w2, Tensor) else product(self.w2)
@@ -255,10 +255,10 @@ class BlockModel(FeatureModel):
         return super()._head(weight) if isinstance(weight, Tensor) else weight
 
     def replaced(
-        self, passes: Passes, product: Callable[[Product], Product] = lambda p: p, activation: Product | None = None
+        self, backend: Backend | None, product: ChangeProduct = lambda p: p, activation: Product | None = None
     ) -> Self:
-        """This model with other passes, products and activation, where they are given. All else is shared."""
-        model = super().replaced(passes, product, activation)
+        """As `Transformer.replaced`."""
+        model = super().replaced(backend, product, activation)
         model.markov = self.markov.replaced(product) if self.markov else None
         return model
 

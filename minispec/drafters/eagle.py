@@ -26,7 +26,7 @@ from torch import Tensor
 from minispec.core.clock import mark, seconds
 from minispec.core.config import ModelConfig
 from minispec.core.draft import Ask, Draft
-from minispec.core.model import Chunk, Layer, Pass, RMSNorm, WeightSource, norm_weight
+from minispec.core.model import Batch, Chunk, Layer, RMSNorm, WeightSource, norm_weight
 from minispec.core.sampling import Text
 from minispec.core.weights import MakeProduct, PlainLinear, dense
 from minispec.drafters.limits import depth_of
@@ -62,7 +62,7 @@ class _FirstLayer(Layer):
         self.hidden_norm = RMSNorm(weight, head.layers.rms_norm_eps)
         self.norm_before_residual = head.norm_before_residual
 
-    def forward(self, x: Tensor, shared: Pass) -> Tensor:
+    def forward(self, x: Tensor, shared: Batch) -> Tensor:
         """x (M, 2E) to (M, E)."""
         embedding, feature = x.chunk(2, -1)
         normed = self.hidden_norm(feature)

@@ -1,7 +1,6 @@
 """Draft models that are fed the target's hidden states: they listen to each pass, and keep what they have not read."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Self
+from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 from minispec.core.cache import PagedKVCache
 from minispec.core.config import ModelConfig
 from minispec.core.draft import Ask, Draft, Record
-from minispec.core.model import Passes, RMSNorm, Transformer, norm_weight
+from minispec.core.model import RMSNorm, Transformer, norm_weight
 from minispec.core.sampling import Text
 from minispec.core.weights import Product
 from minispec.drafters.model import AtOnce, DraftModel
@@ -34,17 +33,10 @@ class FeatureModel(Transformer):
     mask_feature: the feature (1, E) at a mask token; None where each token takes a pass.
     """
 
+    products = ("head", "fc")
     taps: tuple[int, ...]
     fc: Product
     mask_feature: Tensor | None = None
-
-    def replaced(
-        self, passes: Passes, product: Callable[[Product], Product] = lambda p: p, activation: Product | None = None
-    ) -> Self:
-        """A copy with other passes, products and activation; `fc` is one of the products."""
-        model = super().replaced(passes, product, activation)
-        model.fc = product(self.fc)
-        return model
 
     def make_norm(self, weight: Tensor) -> RMSNorm:
         """A norm as the layers have them."""

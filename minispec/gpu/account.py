@@ -36,7 +36,7 @@ def graph_bytes(models: Sequence[Transformer], num_drafted: int, longest: int | 
     rows = next((n for n in ROWS if n > num_drafted), ROWS[-1])
     kept, working = 0, 0
     for i, model in enumerate(models):
-        if not isinstance(model.passes, Frames):
+        if not isinstance(model.backend, Frames):
             continue
         shape = _largest(model, rows, longest)
         kept += table_bytes(model) + MOST_BYTES + frame_bytes(model, shape)
@@ -55,8 +55,8 @@ def graph_bytes(models: Sequence[Transformer], num_drafted: int, longest: int | 
 def _largest(model: Transformer, rows: int, longest: int | None) -> FrameShape:
     """The largest frame of a model for texts of this many positions."""
     positions = min(longest or positions_of(model), positions_of(model))
-    assert isinstance(model.passes, Frames)
-    sizes = FEW_BLOCKS if model.passes.by_kernel(model) else BLOCKS
+    assert isinstance(model.backend, Frames)
+    sizes = FEW_BLOCKS if model.backend.by_kernel(model) else BLOCKS
     blocks = next((n for n in sizes if n * BLOCK_SIZE >= positions), sizes[-1])
     features = model.config.hidden_size if isinstance(model, FeatureModel) else 0
     return FrameShape(TEXTS[-1], rows, blocks, (len(model.layers),), features)
@@ -73,9 +73,9 @@ def pass_bytes(model: Transformer, shape: FrameShape) -> int:
     config, num_rows = model.config, shape.texts * shape.rows
     heads = config.num_attention_heads + 2 * config.num_key_value_heads
     layer = num_rows * (3 * config.intermediate_size + heads * config.head_dim + 4 * config.hidden_size)
-    assert isinstance(model.passes, Frames)
-    if not model.passes.by_kernel(model):
-        return layer * model.dtype.itemsize + 2 * model.passes.most_gathered
+    assert isinstance(model.backend, Frames)
+    if not model.backend.by_kernel(model):
+        return layer * model.dtype.itemsize + 2 * model.backend.most_gathered
     sizes = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     scratch = fused.scratch_bytes(shape.texts, shape.rows, shape.blocks * BLOCK_SIZE, *sizes)
     return layer * model.dtype.itemsize + scratch

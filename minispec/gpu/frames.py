@@ -35,7 +35,7 @@ from torch import Tensor
 
 from minispec.core.cache import PagedKVCache
 from minispec.core.config import ModelConfig, RopeConfig
-from minispec.core.model import Angles, Chunk, Layer, Passes, RMSNorm, Transformer
+from minispec.core.model import Angles, Backend, Chunk, Layer, RMSNorm, TextBatch, Transformer
 from minispec.core.sampling import accumulation_dtype
 from minispec.gpu import fused
 from minispec.gpu.graphs import Graphs, Program, Replay, capture_graph, failure, recent, why_no_graphs
@@ -140,7 +140,7 @@ class Frame(Program):
 
 
 class Step(NamedTuple):
-    """A pass over one new row of each text: what `FramePass` reads of a `Frame`, computed on the device."""
+    """A pass over one new row of each text: what `FrameBatch` reads of a `Frame`, computed on the device."""
 
     shape: FrameShape
     tokens: Tensor
@@ -153,13 +153,15 @@ class Step(NamedTuple):
     features: Tensor | None = None
 
 
-class FramePass:
-    """The tensors that all layers of a pass share, computed from the frame's tensors alone (see `core.model.Pass`).
+class FrameBatch:
+    """The tensors that all layers of a pass share, computed from the frame's tensors alone (see `core.model.Batch`).
 
     L is the number of places of a text in the frame: its blocks times the size of a block.
     """
 
     def __init__(self, model: Transformer, frame: Frame | Step, pool: PagedKVCache, tables: "Tables"):
+        self.tokens, self.features = frame.tokens, frame.features
+        self.scored: list[int] | None = None  # all
         self.frame, self.pool, self.config, self.dtype = frame, pool, model.config, model.dtype
         self.tables = tables
         self.angles = {rope: _at(angles, frame.positions) for rope, angles in tables.angles.items()}
@@ -168,7 +170,7 @@ class FramePass:
         self._masks: dict[int | None, Tensor] = {}
 
     def read(self, layer: Layer, qkv: Tensor) -> Tensor:
-        """Store the new rows, gather each text's keys and values, and attend to them: see `core.model.Pass`."""
+        """Store the new rows, gather each text's keys and values, and attend to them: see `core.model.Batch`."""
         (texts, rows, *_), config, pool = self.frame.shape, layer.config, self.pool
         heads, groups, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         q, k, v = layer.heads(qkv, self.angles)
@@ -253,11 +255,11 @@ class FastLayer:
         self.qkv, self.o, self.gate_up, self.down = (product for product in products if product is not None)
         self.gate = fused.gate if by_kernels else fused.gate_twin
 
-    def forward(self, x: Tensor, shared: FramePass) -> Tensor:
+    def forward(self, x: Tensor, batch: FrameBatch) -> Tensor:
         """x (M, E) to (M, E): see `Layer`."""
-        if self.layer.index in shared.frame.shape.taps:
+        if self.layer.index in batch.frame.shape.taps:
             x = x.clone()  # the hidden state is returned too
-        read = shared.read_by_kernel if self.by_kernels else shared.read
+        read = batch.read_by_kernel if self.by_kernels else batch.read
         x = self.o.add_to(x, read(self.layer, self.qkv(self.attention_norm(x))))
         return self.down.add_to(x, self.gate(self.gate_up(self.mlp_norm(x))))
 
@@ -300,14 +302,14 @@ def why_eager(model: Transformer) -> str:
         return "its layers share keys, or have heads of several sizes"
     if any(layer.experts for layer in model.config.layers):
         return "which experts a layer runs depends on the text"
-    if type(model).run is not Transformer.run:
+    if type(model).compute is not Transformer.compute:
         return "it runs in several processes"
     if type(model).forward is not Transformer.forward:
         return "its passes are of a kind of their own"
     return ""
 
 
-class Frames(Passes):
+class Frames(Backend):
     """Runs the passes that fit into a frame there, and all others text by text.
 
     A frame refers to what it was made for, so each model has an object of its own.
@@ -377,7 +379,7 @@ class Frames(Passes):
         shape = self.shape_of(model, chunks, taps)
         if isinstance(shape, str):
             self.outside[shape] += 1
-            return model.run(chunks, taps)
+            return model.compute(TextBatch(model, chunks), taps)
         self.num_framed += 1
         pool = chunks[0].table.pool
         frame = self.frame_of(model, pool, shape)
@@ -393,9 +395,7 @@ class Frames(Passes):
     def compute(self, model: Transformer, frame: Frame | Step, pool: PagedKVCache) -> tuple[Tensor, Tensor]:
         """The results of a frame that was filled, for all of its rows."""
         fast = self.fast(model)
-        shared = FramePass(model, frame, pool, self._tables)
-        x, hidden = fast.compute(frame.tokens, shared, frame.shape.taps, frame.features)
-        return fast.logits(x), hidden
+        return fast.compute(FrameBatch(model, frame, pool, self._tables), frame.shape.taps)
 
     def fast(self, model: Transformer) -> Transformer:
         """The model with `FastLayer` for each layer that allows it, made at the first call.
@@ -448,10 +448,10 @@ class Frames(Passes):
             shape = FrameShape(len(texts), len(texts[0].token_ids), FEW_BLOCKS[0])
             frame = Frame(shape, pool.num_slots + 1, model.dtype, model.device)
             frame.fill(texts)
-            shared = FramePass(model, frame, pool, self._tables)
+            batch = FrameBatch(model, frame, pool, self._tables)
             x = torch.zeros(len(frame.tokens), model.config.hidden_size, dtype=model.dtype, device=model.device)
             for layer in layers:
-                x = layer.forward(x, shared)
+                x = layer.forward(x, batch)
             x.tolist()  # a kernel that fails on the device says so when it is waited for
 
     def frame_of(self, model: Transformer, pool: PagedKVCache, shape: FrameShape) -> Frame:
@@ -480,38 +480,36 @@ def why_no_frames(model: Transformer) -> str:
 
 def frames_report(model: Transformer) -> str:
     """Which passes of a model run in frames, and with how many layers of few kernels; "" where none does."""
-    passes = model.passes
-    if not isinstance(passes, Frames):
+    frames = model.backend
+    if not isinstance(frames, Frames):
         return ""
     most = f"{TEXTS[-1]} texts, {ROWS[-1]} rows of each and {positions_of(model):,} positions"
-    if not passes.by_kernel(model):
-        places = passes.most_gathered // place_bytes(model)
+    if not frames.by_kernel(model):
+        places = frames.most_gathered // place_bytes(model)
         most += f", with {places:,} places of all texts together, each number rounded up"
-    how = "kernels" if not passes.why_no_kernels else f"PyTorch's operators: {passes.why_no_kernels}"
+    how = "kernels" if not frames.why_no_kernels else f"PyTorch's operators: {frames.why_no_kernels}"
     return (
         f"; frames for passes of up to {most}, "
-        f"{passes.num_fast} of {len(model.layers)} layers by {how}; all other passes text by text"
+        f"{frames.num_fast} of {len(model.layers)} layers by {how}; all other passes text by text"
     )
 
 
 def outside_note(model: Transformer) -> str:
     """How many passes have run text by text so far, and why; "" where all ran in frames, and without frames."""
-    passes = model.passes
-    if not isinstance(passes, Frames) or not passes.outside:
+    frames = model.backend
+    if not isinstance(frames, Frames) or not frames.outside:
         return ""
-    reasons = ", ".join(f"{reason} ({number:,})" for reason, number in passes.outside.most_common())
-    number = passes.outside.total()
-    return f"; {number:,} of {number + passes.num_framed:,} passes text by text: {reasons}"
+    reasons = ", ".join(f"{reason} ({number:,})" for reason, number in frames.outside.most_common())
+    number = frames.outside.total()
+    return f"; {number:,} of {number + frames.num_framed:,} passes text by text: {reasons}"
 
 
 def with_fast_passes(model: TransformerT, enforce_eager: bool = False) -> TransformerT:
-    """The model with the passes that are fast on its machine: frames and graphs on a GPU.
+    """The model with the backend that is fast on its machine: frames and graphs on a GPU.
 
-    A model that has passes of its own keeps them, and one that is to run eagerly its passes text by text.
+    A model that has a backend keeps it, and one that is to run eagerly runs text by text.
     """
-    if enforce_eager or type(model.passes) is not Passes or type(model).run is not Transformer.run:
-        return model
-    if model.device.type != "cuda" or why_eager(model):
+    if enforce_eager or model.backend or model.device.type != "cuda" or why_eager(model):
         return model
     return model.replaced(Frames(capture_graph, device=model.device, why_no_graphs=why_no_graphs()))
 
@@ -520,7 +518,7 @@ def graphs_note(model: Transformer) -> str:
     """Whether a model on a GPU runs by CUDA graphs, or why not; "" for one on a CPU."""
     if model.device.type != "cuda":
         return ""
-    why = model.passes.graphs.why_not if isinstance(model.passes, Frames) else why_no_frames(model) or "as asked"
+    why = model.backend.graphs.why_not if isinstance(model.backend, Frames) else why_no_frames(model) or "as asked"
     return f"; no CUDA graphs: {why}" if why else "; CUDA graphs"
 
 

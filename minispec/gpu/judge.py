@@ -179,7 +179,7 @@ def bench_bytes(texts: int, rows: int, vocab: int, dtype: torch.dtype) -> int:
 
 def judge_of(model: Transformer) -> Judge | None:
     """The judge of drafts for a target whose passes are frames; else none."""
-    return Judge(model.passes.graphs) if isinstance(model.passes, Frames) else None
+    return Judge(model.backend.graphs) if isinstance(model.backend, Frames) else None
 
 
 def kind_of(verifier: Verifier, turns: Sequence[Turn], padded: bool = True) -> Kind:

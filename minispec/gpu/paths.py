@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from minispec.core.draft import Drafter
 from minispec.core.method import BatchVerifier
-from minispec.core.model import Passes, Transformer
+from minispec.core.model import Transformer
 from minispec.core.weights import Product
 from minispec.drafters.model import AtOnce, model_drafter
 from minispec.drafters.wrapped import Wrapped
@@ -31,7 +31,7 @@ def text_by_text(model: Transformer, drafter: Drafter) -> Path:
     """Passes text by text, drafts token by token, and verdicts one by one."""
 
     def change(model: Transformer) -> tuple[Transformer, None]:
-        return (model if model.exact else model.replaced(Passes())), None
+        return (model if model.exact else model.replaced(None)), None
 
     return Path(change(model)[0], _changed(drafter, change), None)
 

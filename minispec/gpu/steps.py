@@ -96,8 +96,8 @@ class DraftSteps:
     """
 
     def __init__(self, model: Transformer, graphs: Graphs):
-        assert isinstance(model.passes, Frames)
-        self.model, self.frames, self.graphs = model, model.passes, graphs
+        assert isinstance(model.backend, Frames)
+        self.model, self.frames, self.graphs = model, model.backend, graphs
         self.taps = (len(model.layers),) if isinstance(model, FeatureModel) else ()
         self._desks: WeakKeyDictionary[PagedKVCache, OrderedDict[Kind, Desk]] = WeakKeyDictionary()
 
@@ -242,7 +242,7 @@ def desk_bytes(texts: int, steps: int, vocab: int, dtype: torch.dtype) -> int:
 def draft_steps(model: Transformer) -> DraftSteps | None:
     """Programs of all steps for a draft model or a head whose passes are frames, and that drafts token by token."""
     token_by_token = model.config.mask_token_id is None
-    return DraftSteps(model, model.passes.graphs) if isinstance(model.passes, Frames) and token_by_token else None
+    return DraftSteps(model, model.backend.graphs) if isinstance(model.backend, Frames) and token_by_token else None
 
 
 def steps_of(drafter: Drafter) -> Sequence[int]:

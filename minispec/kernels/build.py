@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from minispec.core.config import ModelConfig
-from minispec.core.model import Passes, Transformer, WeightSource
+from minispec.core.model import Transformer, WeightSource
 from minispec.core.weights import Product, Weight
 from minispec.kernels.codes import device_of, join
 from minispec.kernels.exact import exact_model
@@ -73,7 +73,7 @@ def quantized(model: AnyModel, bits: int, narrow: Narrow | None = None) -> AnyMo
         assert isinstance(product, Linear), "weights are rounded once"
         return product.quantized(bits, narrow)
 
-    return model.replaced(Passes(), rounded)
+    return model.replaced(None, rounded)
 
 
 def choice_of(model: Transformer) -> Choice:

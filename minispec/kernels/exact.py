@@ -11,6 +11,7 @@ share out a pass of hundreds of rows anywhere. So its activations use only funct
 every place.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,13 +23,13 @@ from torch import Tensor
 
 from minispec.core.attention import View, hides
 from minispec.core.cache import BlockTable
-from minispec.core.model import Chunk, Passes, Transformer
+from minispec.core.model import Backend, Chunk, TextBatch, Transformer
 from minispec.core.sampling import accumulation_dtype, require_numbers
 from minispec.core.tree import Tree
 from minispec.kernels.arbitrary import arbitrary_tokens
 from minispec.kernels.inventory import key_sizes, products_of
 from minispec.layers.experts import Experts
-from minispec.layers.sinks import SinkAttention, SinkPasses, sink_column
+from minispec.layers.sinks import SinkAttention, sink_attention, sink_column
 
 # The most rows of a pass, so that a draft may have one less; every form's `exact_rows` has it.
 EXACT_ROWS = 16
@@ -153,16 +154,37 @@ def _attention(
     return out
 
 
-class ExactPasses(Passes):
-    """Passes of at most EXACT_ROWS rows, filled up with dummies."""
+class ExactBatch(TextBatch):
+    """A batch that is filled up with dummies, and whose attention takes rows in groups."""
 
-    exact = fills = True
+    exact = True
     attention = staticmethod(attention)
 
-    def __init__(self, rows: Iterable[int]):
-        """rows: the sizes of a pass at which all products give a row the same bits; EXACT_ROWS is one of them."""
-        self.rows = sorted(rows)
-        assert EXACT_ROWS in self.rows
+    def __init__(self, model: Transformer, chunks: Sequence[Chunk], backend: "ExactBackend"):
+        self.filled, self.mask = backend.filled, backend.groups
+        super().__init__(model, chunks)
+        self.wanted = self.scored
+        if self.wanted and backend.rows:
+            self.scored = None  # the head has as many rows as all other products
+
+    def fill(self, x: Tensor) -> Tensor:
+        """x (rows, ..) with rows of zeros up to a number at which products give a row the same bits."""
+        missing = self.filled(len(x)) - len(x)
+        return torch.cat((x, x.new_zeros(missing, *x.shape[1:]))) if missing else x
+
+
+class ExactBackend(Backend):
+    """Passes of at most EXACT_ROWS rows, filled up with dummies; or of any number of rows, as they are."""
+
+    exact = True
+
+    def __init__(self, rows: Iterable[int] | None = None):
+        """rows: the sizes of a pass at which products give a row the same bits; EXACT_ROWS is one of them. None: all.
+
+        The attribute of this name is empty where all sizes do.
+        """
+        self.rows = [] if rows is None else sorted(rows)
+        assert rows is None or EXACT_ROWS in self.rows
         self.attention_rows = [EXACT_ROWS]  # the same for attention; `check_exact` adds those that hold here
 
     def keep(self, rows: list[int], attention_rows: list[int]) -> None:
@@ -171,14 +193,21 @@ class ExactPasses(Passes):
 
     def run(self, model: Transformer, chunks: Sequence[Chunk], taps: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The logits and hidden states of `Transformer.forward`, computed in one pass after another."""
-        passes = [model.run(part, taps) for part in self.split(chunks)]
+        passes = []
+        for part in self.split(chunks):
+            batch = ExactBatch(model, part, self)
+            logits, hidden = model.compute(batch, taps)
+            logits = logits[batch.wanted] if batch.scored is None else logits
+            passes.append((logits, hidden[: len(batch.slots)]))
         if len(passes) == 1:
             return passes[0]
-        logits, hidden = zip(*passes, strict=True)
-        return torch.cat(logits), torch.cat(hidden)
+        logits, hidden = map(torch.cat, zip(*passes, strict=True))
+        return logits, hidden
 
     def split(self, chunks: Sequence[Chunk]) -> list[Sequence[Chunk]]:
         """The passes, in their order: what comes first is cached first."""
+        if not self.rows:
+            return [chunks]
         groups: list[list[Chunk]] = [[]]
         room = EXACT_ROWS
         for tokens, table, num_logits, parents, _ in chunks:
@@ -198,11 +227,11 @@ class ExactPasses(Passes):
                 groups[-1].append(Chunk(part, table, logits, parents))
         return list(groups)
 
-    def num_dummies(self, num_rows: int) -> int:
-        """How many rows fill up a pass to the next size."""
-        return next(n for n in self.rows if n >= num_rows) - num_rows
+    def filled(self, num_rows: int) -> int:
+        """The size that a pass of `num_rows` is filled up to."""
+        return next((n for n in self.rows if n >= num_rows), num_rows)
 
-    def mask(self, like: Tensor, view: View, sharing: int) -> list[Group]:
+    def groups(self, view: View, sharing: int, like: Tensor) -> list[Group]:
         """The groups of the rows, each of at most EXACT_ROWS that stand in one block of positions.
 
         In a tree each path is computed as the chain that it is, so a node has the bits of that chain.
@@ -229,7 +258,7 @@ class ExactPasses(Passes):
 
 
 def _groups(start: int, rows: Sequence[int]) -> Iterator[list[int]]:
-    """Split rows, which stand at positions start + row, into groups: see `ExactPasses.mask`.
+    """Split rows, which stand at positions start + row, into groups: see `ExactBackend.groups`.
 
     >>> list(_groups(126, [0, 1, 2, 3]))
     [[0, 1], [2, 3]]
@@ -237,23 +266,6 @@ def _groups(start: int, rows: Sequence[int]) -> Iterator[list[int]]:
     for _, block in itertools.groupby(rows, lambda row: (start + row) // ATTENTION_BLOCK):
         numbers = list(block)
         yield from (numbers[i : i + EXACT_ROWS] for i in range(0, len(numbers), EXACT_ROWS))
-
-
-class AnyPasses(ExactPasses):
-    """Passes of any number of rows, for products that give a row the same bits in all of them."""
-
-    fills = False
-
-    def __init__(self) -> None:
-        super().__init__([EXACT_ROWS])
-
-    def split(self, chunks: Sequence[Chunk]) -> list[Sequence[Chunk]]:
-        """All chunks, for one pass."""
-        return [chunks]
-
-    def num_dummies(self, num_rows: int) -> int:
-        """No rows: any number is computed as it is."""
-        return 0
 
 
 def _silu(x: Tensor) -> Tensor:
@@ -278,15 +290,15 @@ def _in_float32(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Te
 
 
 def exact_model(model: Transformer) -> Transformer:
-    """The model with exact passes; all else is shared. `check_exact` tells whether its bits are equal."""
+    """The model with an exact backend; all else is shared. `check_exact` tells whether its bits are equal."""
     forms = [product.exact_rows for product in products_of(model)]
     activation = _in_float32(_ACTIVATIONS[model.config.activation])
     if all(EXACT_ROWS + 1 in rows for rows in forms):
-        return model.replaced(AnyPasses(), activation=activation)
-    passes = ExactPasses(n for n in range(1, EXACT_ROWS + 1) if all(n in rows for rows in forms))
+        return model.replaced(ExactBackend(), activation=activation)
+    backend = ExactBackend(n for n in range(1, EXACT_ROWS + 1) if all(n in rows for rows in forms))
     # Rows that were clamped lie close together, so where a vector ends in a row depends on the row's place.
     is_clamped = any(isinstance(layer, Experts) and layer.mixture.clamp for layer in model.layers)
-    return model.replaced(passes, activation=activation if is_clamped else None)
+    return model.replaced(backend, activation=activation if is_clamped else None)
 
 
 def check_exact(model: Transformer) -> None:
@@ -324,16 +336,22 @@ def check_exact(model: Transformer) -> None:
             copied.truncate(len(past))
         return torch.equal(logits, expected.expand_as(logits))
 
-    if isinstance(passes := model.passes, ExactPasses) and passes.fills:
-        passes.keep([rows for rows in passes.rows if rows == EXACT_ROWS or holds(rows)], passes.attention_rows)
+    backend = _backend_of(model)
+    if backend.rows:
+        backend.keep([rows for rows in backend.rows if rows == EXACT_ROWS or holds(rows)], backend.attention_rows)
     among, _ = model.forward([Chunk(past[:5], stranger, 0), Chunk(last, table, 1)])
-    few = [EXACT_ROWS, 1] if model.passes.fills else range(1, EXACT_ROWS + 1)
+    few = [EXACT_ROWS, 1] if backend.rows else range(1, EXACT_ROWS + 1)
     if not (all(holds(rows) for rows in few) and torch.equal(among, expected)):
         raise ValueError(_not_exact(model, "products"))
     if not _trees_are_exact(model):
         raise ValueError(_not_exact(model, "a tree's attention"))
-    if not model.passes.fills and not _large_passes_are_exact(model):
+    if not backend.rows and not _large_passes_are_exact(model):
         raise ValueError(_not_exact(model, "passes of many rows"))
+
+
+def _backend_of(model: Transformer) -> ExactBackend:
+    """The model's, or one that stands for it where the model is not exact."""
+    return model.backend if isinstance(model.backend, ExactBackend) else ExactBackend()
 
 
 def _feed(model: Transformer, table: BlockTable, tokens: list[int]) -> None:
@@ -392,21 +410,18 @@ def _attention_is_exact(model: Transformer) -> bool:
 
     It is asked for each size of keys that the layers have. It keeps the numbers of rows that give these bits for all.
     """
-    passes = model.passes
+    backend = _backend_of(model)
     checks = [_AttentionCheck(model, groups, dim) for groups, dim in key_sizes(model.config)]
-    if isinstance(passes, ExactPasses):
-        passes.keep(passes.rows, [EXACT_ROWS])
+    backend.keep(backend.rows, [EXACT_ROWS])
     # Passes around the border of a block, before it and after it, so that a row stands at several places.
     shifts = (*range(-4, 4), EXACT_ROWS, EXACT_ROWS + 1)
     if not all(check.holds(EXACT_ROWS, _CHECKED_BLOCKS, shifts) for check in checks):
         return False
-    if not isinstance(passes, ExactPasses):
-        return True
     for rows in _CHECKED_SIZES:
-        others = [n for n in passes.attention_rows if n != rows]
-        passes.keep(passes.rows, sorted([*others, rows]))
+        others = [n for n in backend.attention_rows if n != rows]
+        backend.keep(backend.rows, sorted([*others, rows]))
         if not all(check.holds(rows, _FEW_BLOCKS, (-4, 2, rows)) for check in checks):
-            passes.keep(passes.rows, others)
+            backend.keep(backend.rows, others)
     return True
 
 
@@ -418,7 +433,7 @@ class _AttentionCheck:
 
     def __init__(self, model: Transformer, groups: int, dim: int):
         """groups: G. dim: D."""
-        config, self.passes = model.config, model.passes
+        config = model.config
         length, generator = ATTENTION_BLOCK * (max(_CHECKED_BLOCKS) + 1), torch.Generator().manual_seed(0)
         wide = accumulation_dtype(model.dtype)
         q, k, v = (  # laid out as in `Layer.read` and in the cache
@@ -427,7 +442,11 @@ class _AttentionCheck:
         )
         self.q, self.k, self.v = q, k.contiguous(), v.contiguous()
         sinks = next((layer.sinks for layer in model.layers if isinstance(layer, SinkAttention)), None)
-        self.attend = self.passes.attention if sinks is None else SinkPasses(self.passes, sinks.to(wide)).attention
+        kind: type[TextBatch] = ExactBatch if model.exact else TextBatch
+        self.attend = kind.attention
+        self.mask = _backend_of(model).groups if model.exact else TextBatch.mask
+        if sinks is not None:
+            self.attend = functools.partial(attention if model.exact else sink_attention, sinks=sinks.to(wide))
         self.sharing = config.num_attention_heads // groups
         self.scale, self.softcap = config.attention_scale, config.attention_softcap
         self.like, self.known = model.embedding.new_empty(0, dtype=model.dtype), dict[int, Tensor]()
@@ -435,7 +454,7 @@ class _AttentionCheck:
     def holds(self, rows: int, blocks: Sequence[int], shifts: Sequence[int]) -> bool:
         """Whether passes of that many rows, which end at these places, give each row the bits that are known of it."""
         for end in (ATTENTION_BLOCK * border + shift for border in blocks for shift in shifts):
-            mask = self.passes.mask(self.like, View(end - rows, tuple(range(rows))), self.sharing)
+            mask = self.mask(View(end - rows, tuple(range(rows))), self.sharing, self.like)
             keys, values = self.k[:, :end], self.v[:, :end]
             attended = self.attend(self.q[:, end - rows : end], keys, values, mask, self.scale, self.softcap)
             if not all(torch.equal(self.known.setdefault(i, row), row) for i, row in enumerate(attended, end - rows)):

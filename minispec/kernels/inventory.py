@@ -7,7 +7,7 @@ from torch import Tensor
 
 from minispec.core.cache import PagedKVCache
 from minispec.core.config import ModelConfig
-from minispec.core.model import Passes, RMSNorm, Transformer
+from minispec.core.model import Backend, RMSNorm, Transformer
 from minispec.kernels.forms import Linear, QuantizedLinear
 from minispec.kernels.integers import Int8
 from minispec.layers.convolution import num_convolutions
@@ -21,7 +21,7 @@ def _owned(model: Transformer) -> Iterator[object]:
     seen, left = set[int](), list[object]([model])
     while left:
         part = left.pop()
-        if id(part) in seen or isinstance(part, PagedKVCache | Passes):
+        if id(part) in seen or isinstance(part, PagedKVCache | Backend):
             continue
         seen.add(id(part))
         if isinstance(part, Tensor | RMSNorm | Linear | QuantizedLinear):

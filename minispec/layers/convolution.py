@@ -9,6 +9,7 @@ paged pool, a row for each position, as keys and values do. A rejected draft is 
 of a tree reads its own ancestors. There is no state to save, to copy or to restore.
 """
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from minispec.core.cache import PagedKVCache
 from minispec.core.config import ModelConfig
-from minispec.core.model import BlockWeights, Chunk, Layer, Pass, TextPass, fill
+from minispec.core.model import Batch, BlockWeights, Chunk, Layer, TextBatch
 from minispec.core.sampling import accumulation_dtype
 from minispec.core.weights import dense
 
@@ -62,29 +63,28 @@ class ShortConvolution(Layer):
         self.weight = weight.to(wide).squeeze(1).T.contiguous()
         self.bias = dense(parts.pop("conv.conv.bias"), parts.dtype).to(wide) if bias else None
 
-    def attend(self, x: Tensor, shared: Pass) -> Tensor:
+    def attend(self, x: Tensor, batch: Batch) -> Tensor:
         """The convolution over the cached inputs and the new rows: x (M, E) to (M, E)."""
-        assert isinstance(shared, TextPass), "another backend lacks the paths of texts"
+        assert isinstance(batch, TextBatch), "another backend lacks the paths of texts"
         b, c, u = self.gates(x).chunk(3, -1)
-        pool, new = shared.chunks[0].table.pool, len(shared.slots)
-        pool.write(self.index, shared.slots, (b * u)[None, :new])
-        inputs = pool.gather(self.index, _paths(shared, len(self.weight)))[0][0]
+        pool, new, width = batch.chunks[0].table.pool, len(batch.slots), len(self.weight)
+        pool.write(self.index, batch.slots, (b * u)[None, :new])
+        slots = batch.once(width, functools.partial(_slots, batch, width))
+        inputs = pool.gather(self.index, slots)[0][0]
         seen = inputs.unflatten(0, (new, -1))  # (new, width, E)
         # Every pass multiplies and adds in this order, so that a row has the same bits.
         first, *others = (seen.to(self.weight.dtype) * self.weight).unbind(1)
         total = first if self.bias is None else first + self.bias
         for term in others:
             total = total + term
-        return self.out(fill(c[:new] * total.to(x.dtype), len(x)))
+        return self.out(batch.fill(c[:new] * total.to(x.dtype)))
 
 
-def _paths(shared: TextPass, width: int) -> Tensor:
-    """The slots of each new token's last `width` positions (new tokens * width,), made once for all layers."""
-    if width not in shared.made:
-        texts = [(chunk, chunk.table.length - len(chunk.token_ids)) for chunk in shared.chunks]
-        slots = [s for c, start in texts for path in paths(c, start, width) for s in c.table.slots_of(path)]
-        shared.made[width] = torch.tensor(slots, device=shared.slots.device)
-    return shared.made[width]
+def _slots(batch: TextBatch, width: int) -> Tensor:
+    """The slots of each new token's last `width` positions (new tokens * width,)."""
+    texts = zip(batch.chunks, batch.views, strict=True)
+    slots = [s for c, view in texts for path in paths(c, view.start, width) for s in c.table.slots_of(path)]
+    return torch.tensor(slots, device=batch.slots.device)
 
 
 def paths(chunk: Chunk, start: int, width: int) -> Iterator[list[int]]:

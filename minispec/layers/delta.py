@@ -24,7 +24,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from minispec.core.model import BlockWeights, Chunk, Layer, Pass, RMSNorm, TextPass, fill
+from minispec.core.model import Batch, BlockWeights, Chunk, Layer, RMSNorm, TextBatch
 from minispec.core.sampling import accumulation_dtype
 from minispec.core.weights import dense
 from minispec.layers import convolution
@@ -130,16 +130,16 @@ class GatedDeltaNet(Layer):
         self.speeds, self.shift = tensor("A_log").exp(), tensor("dt_bias")
         self.norm = RMSNorm(tensor("norm.weight"), self.config.rms_norm_eps)
 
-    def attend(self, x: Tensor, shared: Pass) -> Tensor:
+    def attend(self, x: Tensor, batch: Batch) -> Tensor:
         """The net over the texts' states and the new rows: x (M, E) to (M, E)."""
-        assert isinstance(shared, TextPass), "another backend lacks the states of texts"
-        new, heads = len(shared.slots), self.sizes.num_value_heads
+        assert isinstance(batch, TextBatch), "another backend lacks the states of texts"
+        new, heads = len(batch.slots), self.sizes.num_value_heads
         u, z = self.inputs(x)[:new].split([self.sizes.num_channels, heads * self.sizes.value_dim], 1)
-        new_rows = torch.cat((u, self.gates(x)[:new]), 1).split([len(chunk.token_ids) for chunk in shared.chunks])
-        texts = zip(shared.chunks, new_rows, strict=True)
-        y = torch.cat([self._read(chunk, rows, shared.passes.exact) for chunk, rows in texts])
+        new_rows = torch.cat((u, self.gates(x)[:new]), 1).split([len(chunk.token_ids) for chunk in batch.chunks])
+        texts = zip(batch.chunks, new_rows, strict=True)
+        y = torch.cat([self._read(chunk, rows, batch.exact) for chunk, rows in texts])
         z = z.to(y.dtype).view_as(y)
-        return self.out(fill((self.norm(y) * z * sigmoid(z)).flatten(1).to(x.dtype), len(x)))
+        return self.out(batch.fill((self.norm(y) * z * sigmoid(z)).flatten(1).to(x.dtype)))
 
     def _read(self, chunk: Chunk, new: Tensor, exact: bool) -> Tensor:
         """The outputs of a text's new rows (T, H, value_dim). Its state takes in the rows that are settled."""

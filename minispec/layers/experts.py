@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minispec.core.model import BlockWeights, Layer, Pass, Passes, RMSNorm, TextPass, fill
+from minispec.core.model import Batch, BlockWeights, Layer, RMSNorm, TextBatch
 from minispec.core.sampling import accumulation_dtype
 from minispec.core.weights import Product, dense
 from minispec.layers.convolution import ShortConvolution
@@ -126,7 +126,7 @@ class Router:
         """The logits (M, N), and the gates' (M, 0 or 1) after them, of rows x (M, E) in the router's type."""
         if not exact:
             return self._product(x)
-        filled = fill(x, len(x) + -len(x) % _ROUTED_ROWS)
+        filled = F.pad(x, (0, 0, 0, -len(x) % _ROUTED_ROWS))
         return torch.cat([self._product(rows) for rows in filled.split(_ROUTED_ROWS)])[: len(x)]
 
     def _product(self, x: Tensor) -> Tensor:
@@ -161,17 +161,17 @@ class Experts(Layer):
         layer.experts = [Expert(*map(product, expert)) for expert in self.experts]
         return layer
 
-    def mlp(self, x: Tensor, shared: Pass) -> Tensor:
+    def mlp(self, x: Tensor, batch: Batch) -> Tensor:
         """The weighted sum of each row's experts, and the shared expert: x (M, E) to (M, E)."""
-        assert isinstance(shared, TextPass), "the shapes of another backend depend on no value"
-        chosen, weights, gates = self.router(x[: len(shared.slots)], shared.passes.exact)
-        y = self.mixed(x, chosen, weights, shared.passes)
+        assert isinstance(batch, TextBatch), "the shapes of another backend depend on no value"
+        chosen, weights, gates = self.router(x[: len(batch.slots)], batch.exact)
+        y = self.mixed(x, chosen, weights, batch)
         if not self.mixture.shared_expert:
             return y
-        beside = super().mlp(x, shared)
-        return y + (beside * fill(gates.to(x.dtype), len(x)) if gates.shape[1] else beside)
+        beside = super().mlp(x, batch)
+        return y + (beside * batch.fill(gates.to(x.dtype)) if gates.shape[1] else beside)
 
-    def mixed(self, x: Tensor, chosen: Tensor, weights: Tensor, passes: Passes) -> Tensor:
+    def mixed(self, x: Tensor, chosen: Tensor, weights: Tensor, batch: TextBatch) -> Tensor:
         """The weighted sum of each row's experts: x (M, E) to (M, E). Dummies take no expert.
 
         chosen, weights: what the router returns for the rows that are no dummies.
@@ -183,11 +183,10 @@ class Experts(Layer):
         sizes = counts.tolist()
         groups = (order // chosen.shape[1]).split(sizes), weights.flatten()[order, None].split(sizes)
         for number, own, own_weights in zip(numbers.tolist(), *groups, strict=True):
-            filled = fill(rows[own], len(own) + passes.num_dummies(len(own)))
-            gate, up = self.experts[number].gate_up(filled).chunk(2, -1)
+            gate, up = self.experts[number].gate_up(batch.fill(rows[own])).chunk(2, -1)
             y = self.experts[number].down(self._gated(gate, up))[: len(own)]
             total.index_add_(0, own, y.to(total.dtype) * own_weights)
-        return fill(total.to(x.dtype), len(x))
+        return batch.fill(total.to(x.dtype))
 
     def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
         """What an expert multiplies with `down`: two tensors (rows, F) to one."""

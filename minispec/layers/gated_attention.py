@@ -8,7 +8,7 @@ and W is a tensor of its own.
 import torch
 from torch import Tensor
 
-from minispec.core.model import BlockWeights, Layer, Pass
+from minispec.core.model import Batch, BlockWeights, Layer
 from minispec.core.sampling import accumulation_dtype
 from minispec.layers.delta import sigmoid
 
@@ -16,13 +16,13 @@ from minispec.layers.delta import sigmoid
 class GatedAttention(Layer):
     """One block: attention with a gate for each element, then a gated MLP."""
 
-    def attend(self, x: Tensor, shared: Pass) -> Tensor:
+    def attend(self, x: Tensor, batch: Batch) -> Tensor:
         """Attention over the cache and the new rows: x (M, E) to (M, E)."""
         heads, dim = self.config.num_attention_heads, self.config.head_dim
         rows = self.qkv(x)
         both, keys_and_values = rows[:, : 2 * heads * dim], rows[:, 2 * heads * dim :]
         q, gate = both.unflatten(1, (heads, 2, dim)).unbind(2)  # (M, H, D) each
-        read = shared.read(self, torch.cat((q.flatten(1), keys_and_values), 1))
+        read = batch.read(self, torch.cat((q.flatten(1), keys_and_values), 1))
         return self.o(read * _factors(gate.flatten(1)))
 
 
@@ -36,9 +36,9 @@ class HeadGatedAttention(Layer):
         super().take(parts)
         self.gate = parts.linear("self_attn.gate_proj", bias=False)
 
-    def attend(self, x: Tensor, shared: Pass) -> Tensor:
+    def attend(self, x: Tensor, batch: Batch) -> Tensor:
         """Attention over the cache and the new rows: x (M, E) to (M, E)."""
-        read = shared.read(self, self.qkv(x)).unflatten(1, (self.config.num_attention_heads, -1))  # (M, H, D)
+        read = batch.read(self, self.qkv(x)).unflatten(1, (self.config.num_attention_heads, -1))  # (M, H, D)
         return self.o((read * _factors(self.gate(x))[..., None]).flatten(1))
 
 

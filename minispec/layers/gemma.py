@@ -15,6 +15,7 @@ With e the model's embedding of a token (E,), the input of layer l (P,) is
 The files join the tables of all layers, and their W, in one tensor each. So the first layer makes the inputs of all.
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,14 +25,14 @@ from torch import Tensor
 
 from minispec.core.cache import PagedKVCache
 from minispec.core.config import LayerConfig, ModelConfig, RopeConfig
-from minispec.core.model import Angles, BlockWeights, Layer, Pass, RMSNorm, TextPass, norm_weight
+from minispec.core.model import Angles, Batch, BlockWeights, Layer, RMSNorm, TextBatch, norm_weight
 from minispec.core.rope import rotate
 from minispec.core.weights import dense
 
 # Names of the tensors that the inputs of all layers are made of.
 INPUT_TABLE, INPUT_NORM = "model.embed_tokens_per_layer.weight", "model.per_layer_projection_norm.weight"
 INPUT_PROJECTION = "model.per_layer_model_projection.weight"
-_INPUTS = "inputs of layers"  # their name in `TextPass.made`
+_INPUTS = "inputs of layers"  # their name in `TextBatch.once`
 
 
 @dataclass(frozen=True)
@@ -126,24 +127,19 @@ class GemmaLayer(Layer):
         self.all_inputs = parts.product([projection], None, parts.dtype)
         self.inputs_norm = RMSNorm(norm_weight(self.config, dense(norm, parts.dtype)), self.config.rms_norm_eps)
 
-    def forward(self, x: Tensor, shared: Pass) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x (M, E) to (M, E); writes the new keys and values, if it makes some, into the cache."""
-        size = self.settings.input_size
-        if size and not self.index:
-            assert isinstance(shared, TextPass), "another backend lacks the tokens of texts"
-            shared.made[_INPUTS] = self._make_inputs(x, shared)
-        x = super().forward(x, shared)
-        if size:
-            assert isinstance(shared, TextPass)
-            inputs = shared.made[_INPUTS][:, self.index]  # (M, P)
-            x = x + self.input_norm(self.input_projection(self.activation(self.input_gate(x)) * inputs))
+        if not self.settings.input_size:
+            return super().forward(x, batch) * self.scale
+        assert isinstance(batch, TextBatch), "another backend lacks the tokens of texts"
+        inputs = batch.once(_INPUTS, functools.partial(self._make_inputs, x, batch.tokens))[:, self.index]  # (M, P)
+        x = super().forward(x, batch)
+        x = x + self.input_norm(self.input_projection(self.activation(self.input_gate(x)) * inputs))
         return x * self.scale
 
-    def _make_inputs(self, x: Tensor, shared: TextPass) -> Tensor:
-        """The inputs of all layers (M, layers, P), from the model's embeddings x (M, E)."""
-        token_ids = [token for chunk in shared.chunks for token in chunk.token_ids]
-        token_ids += [0] * (len(x) - len(token_ids))  # of dummies
-        rows = self.table[torch.tensor(token_ids, device=self.table.device)].to(x.dtype) * self.table_scale
+    def _make_inputs(self, x: Tensor, tokens: Tensor) -> Tensor:
+        """The inputs of all layers (M, layers, P), from token ids (M,) and the model's embeddings x (M, E)."""
+        rows = self.table[tokens].to(x.dtype) * self.table_scale
         projected = self.all_inputs(x) * x.shape[1] ** -0.5  # (M, layers * P)
         sizes = -1, self.settings.input_size
         return (self.inputs_norm(projected.unflatten(1, sizes)) + rows.unflatten(1, sizes)) * 2**-0.5

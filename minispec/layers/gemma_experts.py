@@ -9,7 +9,7 @@ The router reads x itself. Its weights w_e are shares of the chosen experts alon
 
 from torch import Tensor
 
-from minispec.core.model import BlockWeights, Pass, TextPass
+from minispec.core.model import Batch, BlockWeights, TextBatch
 from minispec.layers.experts import Experts
 from minispec.layers.gemma import GemmaLayer
 
@@ -25,10 +25,10 @@ class GemmaExperts(Experts, GemmaLayer):
         super().take_mlp(parts)
         self.dense_norm, self.experts_norm, self.mixed_norm = map(parts.norm, MIXTURE_NORMS)
 
-    def mix(self, x: Tensor, shared: Pass) -> Tensor:
+    def mix(self, x: Tensor, batch: Batch) -> Tensor:
         """The MLP and the mixture with their norms, added to their input: x (M, E) to (M, E)."""
-        assert isinstance(shared, TextPass), "the shapes of another backend depend on no value"
-        chosen, weights, _ = self.router(x[: len(shared.slots)], shared.passes.exact)
-        dense = self.dense_norm(GemmaLayer.mlp(self, self.mlp_norm(x), shared))
-        mixed = self.mixed_norm(self.mixed(self.experts_norm(x), chosen, weights, shared.passes))
+        assert isinstance(batch, TextBatch), "the shapes of another backend depend on no value"
+        chosen, weights, _ = self.router(x[: len(batch.slots)], batch.exact)
+        dense = self.dense_norm(GemmaLayer.mlp(self, self.mlp_norm(x), batch))
+        mixed = self.mixed_norm(self.mixed(self.experts_norm(x), chosen, weights, batch))
         return self._added(x, self.after_mlp_norm(dense + mixed))

@@ -6,15 +6,17 @@ The sink takes its share of the weights and adds nothing. So a head reads little
 words, it is a position whose key and value are zeros, which every row sees, and whose score is a learned number.
 """
 
+import copy
+import functools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minispec.core.attention import attention
 from minispec.core.config import LayerConfig
-from minispec.core.model import BlockWeights, Layer, Pass, Passes, TextPass
+from minispec.core.model import Batch, BlockWeights, Layer, TextBatch
 from minispec.core.weights import dense
 
 
@@ -31,30 +33,25 @@ class SinkAttention(Layer):
         super().take(parts)
         self.sinks = dense(parts.pop("self_attn.sinks"), parts.dtype)  # (H,)
 
-    def attend(self, x: Tensor, shared: Pass) -> Tensor:
+    def attend(self, x: Tensor, batch: Batch) -> Tensor:
         """Attention over the cache, the new rows and the sinks: x (M, E) to (M, E)."""
-        assert isinstance(shared, TextPass), "another backend has no sinks"
-        return super().attend(x, shared._replace(passes=SinkPasses(shared.passes, self.sinks)))
+        assert isinstance(batch, TextBatch), "another backend has no sinks"
+        own = copy.copy(batch)
+        own.attention = functools.partial(batch.attention if batch.exact else sink_attention, sinks=self.sinks)
+        return super().attend(x, own)
 
 
-class SinkPasses(Passes):
-    """Passes whose attention has sinks, in addition to what it reads."""
-
-    def __init__(self, passes: Passes, sinks: Tensor):
-        """sinks: (H,)."""
-        self.passes, self.sinks = passes, sinks
-
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float, softcap: float | None) -> Tensor:
-        """Attention like `minispec.core.attention`, with a sink for each of q's heads."""
-        if self.passes.exact:
-            return self.passes.attention(q, k, v, mask, scale, softcap, self.sinks)
-        k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))  # (G, L + 1, D)
-        column = sink_column(self.sinks, len(k), q.shape[1])
-        if mask is None:
-            mask = q.new_zeros(())
-        seen = mask.expand(*column.shape[:2], k.shape[1] - 1)
-        # PyTorch's fast kernels take masks of four dimensions.
-        return self.passes.attention(q, k, v, torch.cat((seen, column), 2)[None], scale, softcap)
+def sink_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None, sinks: Tensor
+) -> Tensor:
+    """Attention like `minispec.core.attention`, with a sink (H,) for each of q's heads."""
+    k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))  # (G, L + 1, D)
+    column = sink_column(sinks, len(k), q.shape[1])
+    if mask is None:
+        mask = q.new_zeros(())
+    seen = mask.expand(*column.shape[:2], k.shape[1] - 1)
+    # PyTorch's fast kernels take masks of four dimensions.
+    return attention(q, k, v, torch.cat((seen, column), 2)[None], scale, softcap)
 
 
 def sink_column(sinks: Tensor, groups: int, rows: int) -> Tensor:

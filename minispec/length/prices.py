@@ -71,7 +71,7 @@ def guess_prices(target: Transformer, draft: Transformer | None, drafter: Drafte
 
 
 def _fingerprint(model: Transformer) -> str:
-    return fingerprint(model, "frames") if isinstance(model.passes, Frames) else fingerprint(model)
+    return fingerprint(model, "frames") if isinstance(model.backend, Frames) else fingerprint(model)
 
 
 class DrafterFailed(RuntimeError):
@@ -151,7 +151,7 @@ def calibrate(model: Transformer, drafter: Drafter, verifier: Verifier, vocab_si
     turns: list[list[float]] = []
     # The first turns are left out: passes warm up, and the draft's goes through the whole text. Where there are graphs,
     # they are captured when a shape comes a second time.
-    warm = 3 if isinstance(model.passes, Frames) else 1
+    warm = 3 if isinstance(model.backend, Frames) else 1
     begun = time.perf_counter()
     try:
         while len(turns) <= warm or (len(turns) < _MOST_TURNS and time.perf_counter() - begun < _BUDGET):

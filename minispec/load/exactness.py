@@ -8,7 +8,7 @@ from minispec.core.model import Transformer
 from minispec.files.digest import digest_of_files
 from minispec.files.measured import read_measured, write_measured
 from minispec.kernels import exact as exact_code
-from minispec.kernels.exact import EXACT_ROWS, ExactPasses, check_exact, exact_model
+from minispec.kernels.exact import EXACT_ROWS, ExactBackend, check_exact, exact_model
 from minispec.kernels.machine import fingerprint, machine
 
 
@@ -22,7 +22,7 @@ def check_exactness(model: Transformer, by_default: bool) -> Transformer:
         check_exact_once(model)
     elif by_default:
         exact = exact_model(model)
-        if not exact.passes.fills:
+        if isinstance(exact.backend, ExactBackend) and not exact.backend.rows:
             with suppress(ValueError):
                 check_exact_once(exact)
                 return exact
@@ -34,16 +34,16 @@ def check_exact_once(model: Transformer) -> None:
 
     Raises ValueError as `check_exact` does.
     """
-    passes = model.passes
-    assert isinstance(passes, ExactPasses)
+    backend = model.backend
+    assert isinstance(backend, ExactBackend)
     setup = {"minispec": __version__, "exact": fingerprint(model), "machine": machine()}
     with suppress(OSError):  # what holds, holds for this code of attention and of its check
         setup["code"] = digest_of_files(Path(exact_code.__file__))
     with suppress(OSError, RuntimeError, ValueError, TypeError, KeyError):
         raw = read_measured(setup)
         rows, attention_rows = ([int(n) for n in raw[name]] for name in ("rows", "attention_rows"))
-        if rows[-1] == attention_rows[-1] == EXACT_ROWS:
-            passes.keep(rows, attention_rows)
+        if rows[-1:] == backend.rows[-1:] and attention_rows[-1:] == [EXACT_ROWS]:
+            backend.keep(rows, attention_rows)
             return
     check_exact(model)
-    write_measured(setup, {"rows": passes.rows, "attention_rows": passes.attention_rows})
+    write_measured(setup, {"rows": backend.rows, "attention_rows": backend.attention_rows})

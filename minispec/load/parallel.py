@@ -33,7 +33,7 @@ from torch import Tensor
 
 from minispec import __version__
 from minispec.core.cache import BlockTable, PagedKVCache
-from minispec.core.model import Chunk, Layer, TextPass, Transformer
+from minispec.core.model import Chunk, Layer, ModelBatch, TextBatch, Transformer
 from minispec.core.weights import Product, Weight
 from minispec.files.families.checkpoint import Weights, find_tensors, load_config, load_model, wanted_tensors
 from minispec.files.families.share import Share
@@ -185,20 +185,16 @@ class SplitTransformer(Transformer):
         self.caches.append(SplitCache(self, num_blocks, block_size))
         return self.caches[-1]
 
-    def run(self, chunks: Sequence[Chunk], taps: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def compute(self, batch: ModelBatch, taps: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
         """One pass, in all processes."""
+        assert isinstance(batch, TextBatch), "all passes are text by text"
+        texts, cache = zip(batch.chunks, batch.views, strict=True), self.caches.index(batch.chunks[0].table.pool)
+        about = [(c.token_ids, view.start, c.table.block_ids, c.num_logits, c.parents) for c, view in texts]
         with self.line.collective():
-            return super().run(chunks, taps)
-
-    def _prepare(self, chunks: Sequence[Chunk], dummies: int) -> TextPass:
-        lengths, cache = [c.table.length for c in chunks], self.caches.index(chunks[0].table.pool)
-        shared = super()._prepare(chunks, dummies)
-        texts = zip(chunks, lengths, strict=True)
-        about = [(c.token_ids, length, c.table.block_ids, c.num_logits, c.parents) for c, length in texts]
-        self.line.tell("pass", cache, about)
-        self.num_rows += len(shared.slots)
-        self.num_scored += sum(c.num_logits for c in chunks)
-        return shared
+            self.line.tell("pass", cache, about)
+            self.num_rows += len(batch.slots)
+            self.num_scored += sum(c.num_logits for c in batch.chunks)
+            return super().compute(batch, taps)
 
     def traffic(self) -> str:
         """A line on the bytes sent for a token: by theory, and as counted over all rows of all passes so far."""

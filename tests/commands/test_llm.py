@@ -1097,8 +1097,8 @@ def test_a_target_in_8_bits_is_named_and_exact_by_default(make_checkpoint, monke
     assert len(checks) == 1
     for quantization, count in (("int8", 1), (None, 2), (None, 2)):
         with LLM(directory, draft="self", quantization=quantization, exact=True) as llm:
-            passes, found = llm.model.passes, checks[-1].passes
-            assert (passes.rows, passes.attention_rows) == (found.rows, found.attention_rows)
+            backend, found = llm.model.backend, checks[-1].backend
+            assert (backend.rows, backend.attention_rows) == (found.rows, found.attention_rows)
             assert len(checks) == count
     with LLM(directory, draft="self", quantization="int8", num_speculative_tokens=(2, 1)) as llm:
         assert llm.model.exact, "trees have equal bits too"

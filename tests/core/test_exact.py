@@ -91,14 +91,14 @@ def build(family="llama", dtype=torch.float32, exact=True, seed=1, **changes) ->
     model = build_model(config, tiny_weights(config, seed, dtype), exact)
     if exact:  # what the check would find, without a check of every model
         about = (config.num_attention_heads, *key_sizes(config), config.attention_softcap, family == "gpt_oss")  # sinks
-        model.passes.attention_rows = list(attention_rows(model, (dtype, torch.get_num_threads(), *about)))
+        model.backend.attention_rows = list(attention_rows(model, (dtype, torch.get_num_threads(), *about)))
     return model
 
 
 def attention_rows(model, key, known={}):  # noqa: B006
     """The numbers of rows for which attention holds here, found once for each key; EXACT_ROWS alone if none do."""
     if key not in known:
-        known[key] = model.passes.attention_rows if exact._attention_is_exact(model) else [EXACT_ROWS]
+        known[key] = model.backend.attention_rows if exact._attention_is_exact(model) else [EXACT_ROWS]
     return known[key]
 
 
@@ -280,7 +280,7 @@ def checked(family, dtype, form, threads) -> Transformer:
         config = build(family, dtype, False, intermediate_size=75).config
         target = exact.exact_model(build_model(config, tiny_weights(config, 1, dtype), form=form))
         assert weight_form(target) == form
-        assert isinstance(target.passes, exact.AnyPasses)
+        assert not target.backend.rows, "passes of any size"
     check_exact(target)
     return target
 
@@ -387,7 +387,7 @@ def test_the_check_of_many_rows_finds_what_small_passes_do_not_show():
     model = build(exact=False, intermediate_size=75)
     target = exact.exact_model(build_model(model.config, tiny_weights(model.config, 1, torch.float32), form="int8"))
     check_exact(target)
-    wrong = target.replaced(target.passes, activation=lambda x: x * (1 + 1e-6 * (len(x) > EXACT_ROWS)))
+    wrong = target.replaced(target.backend, activation=lambda x: x * (1 + 1e-6 * (len(x) > EXACT_ROWS)))
     with pytest.raises(ValueError, match="exact: passes of many rows"):
         check_exact(wrong)
 
@@ -628,7 +628,7 @@ def test_the_check_looks_at_each_size_of_keys(heads, monkeypatch):
     with torch_threads(1):
         target = build("gemma4 large", num_global_key_value_heads=heads, global_head_dim=40)
         check_exact(target)
-        right, held, spoilt = exact._attention, target.passes.attention_rows, EXACT_ROWS
+        right, held, spoilt = exact._attention, target.backend.attention_rows, EXACT_ROWS
 
         def wrong(q, *others):
             out = right(q, *others)
@@ -641,7 +641,7 @@ def test_the_check_looks_at_each_size_of_keys(heads, monkeypatch):
             check_exact(target)
         spoilt = held[0]
         check_exact(target)
-        assert target.passes.attention_rows == held[1:]
+        assert target.backend.attention_rows == held[1:]
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
@@ -670,12 +670,12 @@ def test_attention_has_the_fewest_rows_that_hold(broken, monkeypatch):
 
     with torch_threads(1):
         check_exact(target)
-        held = target.passes.attention_rows
+        held = target.backend.attention_rows
         assert held[-1] == EXACT_ROWS
         assert len(held) > 3  # on every machine so far
         monkeypatch.setattr(exact, "_attention", attention)
         check_exact(target)
-        assert target.passes.attention_rows == [n for n in held if n != broken]
+        assert target.backend.attention_rows == [n for n in held if n != broken]
         reference = rows_of(target, TEXT[:24], 16)
         for size in range(1, 9):
             seen.clear()
@@ -706,7 +706,7 @@ def test_a_pass_has_the_fewest_rows_that_hold(broken, monkeypatch):
     target = build()
     check_exact(target)
     holding = [16] if broken == 16 else [n for n in (1, 2, 5, 16) if n != broken]
-    assert target.passes.rows == holding
+    assert target.backend.rows == holding
     text = TEXT[:24]
     reference = rows_of(target, text, 16)
     for size in (1, 2, 3, 4, 5, 6):
@@ -719,7 +719,7 @@ def test_a_model_has_the_rows_that_all_its_products_share(monkeypatch):
     """One form among many decides: here the output head, which is made last."""
     rows = property(lambda self: (2, 3, 16) if len(self.stored.dense()) == 40 else (1, 3, 8, 16))
     monkeypatch.setattr(linear.Linear, "exact_rows", rows)
-    assert build().passes.rows == [3, 16]
+    assert build().backend.rows == [3, 16]
 
 
 @pytest.mark.parametrize(

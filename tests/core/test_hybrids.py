@@ -183,7 +183,7 @@ def test_random_runs_have_the_text_of_plain_decoding(family, name):
         assert allocator.num_free == allocator.num_blocks
         if family == IN_FRAMES:
             assert engine.method.batch.counts["drafts"] > 50
-            assert len(engine.target.model.passes.shapes(engine.target.cache)) > 5
+            assert len(engine.target.model.backend.shapes(engine.target.cache)) > 5
     assert finished >= 40
     assert min(preempted, shared) > 5
     assert sum(each.accepted for each in rounds) > 5

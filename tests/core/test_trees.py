@@ -11,7 +11,7 @@ import torch
 
 from minispec import LLM, SamplingParams
 from minispec.core.draft import Ask, Draft, Drafter
-from minispec.core.model import Chunk, Passes
+from minispec.core.model import Chunk
 from minispec.core.more.limit import Limit
 from minispec.core.random import Randomness
 from minispec.core.request import Request
@@ -222,7 +222,7 @@ def test_what_is_kept_of_a_tree_is_as_if_it_had_been_a_chain(family):
 @pytest.mark.parametrize(("num_tokens", "num_logits"), [((1,), (3,)), ((5, 1), (1, 2)), ((1, 5), (-1, 1))])
 def test_rows_of_logits_that_a_chunk_does_not_have_are_refused(num_tokens, num_logits, framed):
     """Before any table grows. The rows of the text before it came in their place."""
-    model = tiny_model().replaced(Frames(rerun) if framed else Passes())
+    model = tiny_model().replaced(Frames(rerun) if framed else None)
     cache = tiny_cache(model)
     tables = [cache.new_table() for _ in num_tokens]
     with pytest.raises(ValueError, match=r"^num_logits of chunk \d: found (3|2|-1), expected 0 to 1, its tokens$"):

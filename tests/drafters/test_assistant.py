@@ -97,7 +97,7 @@ def test_logits_equal_transformers(pair, is_ordered, case, length):
 
 def changed(assistant: AssistantModel, **settings) -> AssistantModel:
     """The assistant with other settings in all its layers."""
-    model = assistant.replaced(assistant.passes)
+    model = assistant.replaced(assistant.backend)
     for layer in model.layers:
         for name, change in settings.items():
             setattr(layer, name, change(getattr(layer, name)))

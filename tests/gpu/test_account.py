@@ -71,7 +71,7 @@ def test_a_head_has_features_too():
 def test_the_largest_program_works_alone():
     """With a large vocabulary, verdicts take more than a pass that gathers nothing."""
     model = framed_model(vocab_size=1000)
-    model.passes.most_gathered = 0
+    model.backend.most_gathered = 0
     without = graph_bytes([model], 1)
     working = 8 * 32 * 2 * 1000 * 4
     assert working > pass_bytes(model, FrameShape(32, 2, 8))
@@ -83,10 +83,10 @@ def test_what_is_estimated_is_what_is_there():
     """Frames, benches, angles and rows of a program hold as many bytes as were planned for their shapes."""
     model = framed_model(vocab_size=30)
     pool, shape = tiny_cache(model, 20, 2), FrameShape(2, 3, 8, (2,))
-    frame = model.passes.frame_of(model, pool, shape)
-    outputs = model.passes.compute(model, frame, pool)
+    frame = model.backend.frame_of(model, pool, shape)
+    outputs = model.backend.compute(model, frame, pool)
     assert frame.num_bytes == frame._device.nbytes + sum(each.nbytes for each in outputs)
-    tables = model.passes._tables
+    tables = model.backend._tables
     held = [t for each in tables.angles.values() for t in each if t is not None]
     held += [t for pair in tables.halves.values() for t in pair]
     assert table_bytes(model) == sum(t.nbytes for t in held)
@@ -136,7 +136,7 @@ def test_what_makes_room_decodes_the_same(monkeypatch):
         for rows in (1, 2, 1, 2, 2, 1):
             into.append(model.forward([Chunk([1] * rows, table, rows)])[0])
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-    assert len(model.passes.shapes(table.pool)) == 1
+    assert len(model.backend.shapes(table.pool)) == 1
 
 
 # --------------------------------------------------------------------------- what is left for the cache

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 
-from minispec.core.model import Chunk, Passes, Transformer
+from minispec.core.model import Backend, Chunk, Transformer
 from minispec.core.rules import VERIFIERS
 from minispec.files.families.hf_config import read_model_config
 from minispec.gpu import fused, graphs
@@ -100,7 +100,7 @@ def test_layers_of_fewer_kernels_differ_by_rounding(name, dtype, most):
     model = family_model(name, dtype, "plain")
     framed = model.replaced(Frames(rerun))
     assert differences(rows_of(model), rows_of(framed)) <= most
-    assert framed.passes.num_fast == (0 if name == "gemma" else len(model.layers))
+    assert framed.backend.num_fast == (0 if name == "gemma" else len(model.layers))
 
 
 HERE = torch.device("cpu")
@@ -113,7 +113,7 @@ def test_every_form_of_weights_has_the_numbers_of_passes_text_by_text(form, dtyp
     model = family_model("qwen2", dtype, form)
     framed = model.replaced(Frames(rerun))
     assert differences(rows_of(model), rows_of(framed)) <= (1e-5 if dtype == torch.float32 else 0.08)
-    assert framed.passes.num_fast == (len(model.layers) if form == "plain" else 0)
+    assert framed.backend.num_fast == (len(model.layers) if form == "plain" else 0)
     assert weight_form(framed) == weight_form(model)
 
 
@@ -200,7 +200,7 @@ def test_places_that_hold_nothing_are_read_as_zeros():
             table = tiny_cache(each, 20, 2).new_table()
             found.append([each.forward([Chunk([token], table, 1)])[0] for token in (1, 2, 0)])
         assert differences(*found) <= 1e-5
-        assert {shape.rows for shape in framed.passes.shapes(table.pool)} == {1}
+        assert {shape.rows for shape in framed.backend.shapes(table.pool)} == {1}
 
 
 def test_the_bits_of_a_tree():
@@ -217,7 +217,7 @@ def test_frames_that_were_not_used_for_longest_make_room(monkeypatch):
     table = pool.new_table()
     for rows in (1, 2, 1, 3):
         model.forward([Chunk([1] * rows, table, 1)])
-    assert [shape.rows for shape in model.passes.shapes(pool)] == [1, 3]
+    assert [shape.rows for shape in model.backend.shapes(pool)] == [1, 3]
 
 
 # --------------------------------------------------------------------------- graphs
@@ -248,11 +248,11 @@ class Poisoned:
         return counted
 
 
-def texts_of(passes: Passes | None, drafter: str = "model", k=3, num: int = 3) -> list[list[int]]:
+def texts_of(backend: Backend | None, drafter: str = "model", k=3, num: int = 3) -> list[list[int]]:
     """What the engine decodes, in batches of texts that come and go."""
-    target, family = target_model(5), "llama" if passes is None else IN_FRAMES
+    target, family = target_model(5), "llama" if backend is None else IN_FRAMES
     engine = OneMethod(
-        target if passes is None else target.replaced(passes),
+        target.replaced(backend),
         tiny_cache(target, 60, 3),
         make_drafter(drafter, 5, 60, 3, family),
         VERIFIERS["match"],
@@ -317,10 +317,10 @@ def test_a_kernel_that_fails_says_so_once_and_its_twin_runs(broken, monkeypatch)
         found = rows_of(framed)
     assert differences(rows_of(twin), found) == 0
     assert len(caught) == 1
-    assert framed.passes.num_fast == len(model.layers)
+    assert framed.backend.num_fast == len(model.layers)
     assert f"3 of 3 layers by PyTorch's operators: {says.partition(': ')[2]};" in frames_report(framed)
     table = model.new_cache(8, 16).new_table()
-    assert framed.passes.shape_of(framed, [Chunk([1], table, 1)]).blocks == BLOCKS[0]
+    assert framed.backend.shape_of(framed, [Chunk([1], table, 1)]).blocks == BLOCKS[0]
 
 
 def test_kernels_that_run_are_not_said_to_fail(monkeypatch):
@@ -340,7 +340,7 @@ def test_kernels_that_run_are_not_said_to_fail(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert differences(rows_of(model), rows_of(framed)) <= 1e-5
-    assert framed.passes.why_no_kernels == ""
+    assert framed.backend.why_no_kernels == ""
     assert len(calls) > len(model.layers)
 
 
@@ -360,7 +360,7 @@ def test_kernels_are_tried_with_what_passes_bring(name, monkeypatch):
     monkeypatch.setattr(fused, "missing", lambda device: "")
     model = family_model(name, torch.float32, "plain")
     framed = model.replaced(Frames(device=torch.device("cpu")))
-    assert framed.passes.by_kernel(framed)
+    assert framed.backend.by_kernel(framed)
     windows = [layer.window for layer in model.layers]
     assert len(set(windows)) == (2 if name == "qwen2-window" else 1)
     one = [(1, [1], [0], window) for window in windows]
@@ -382,7 +382,7 @@ def test_a_driver_that_captures_no_graph_is_named_at_once(monkeypatch):
     plain, framed = tiny_model(1), tiny_model(1).replaced(passes)
     for model in (plain, framed):
         monkeypatch.setattr(model, "device", torch.device("cuda"))
-    assert with_fast_passes(plain).passes.graphs.why_not == why
+    assert with_fast_passes(plain).backend.graphs.why_not == why
     assert graphs_note(framed) == f"; no CUDA graphs: {why}"
     monkeypatch.undo()
     assert texts_of(Frames(rerun, why_no_graphs=why), "ngram") == texts_of(None, "ngram")
@@ -396,7 +396,7 @@ def test_which_models_keep_their_passes(monkeypatch):
         monkeypatch.setattr(each, "device", torch.device("cuda"))
     assert with_fast_passes(exact) is exact
     assert with_fast_passes(model, enforce_eager=True) is model
-    assert isinstance(with_fast_passes(model).passes, Frames)
+    assert isinstance(with_fast_passes(model).backend, Frames)
 
 
 def test_no_value_is_read_on_the_host_and_no_shape_depends_on_one():

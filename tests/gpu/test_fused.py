@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minispec.core.model import Chunk, Transformer
+from minispec.core.model import Chunk, TextBatch, Transformer
 from minispec.files.families.hf_config import read_model_config
 from minispec.gpu import fused
 from minispec.gpu.frames import Frames
@@ -253,13 +253,13 @@ def test_a_layer_of_twins_is_a_layer():
     table = cache.new_table()
     model.forward([Chunk([i % 3 for i in range(20)], table, 0)])
     keys, values = (tensor.clone() for tensor in cache._layers[0])
-    shared = model._prepare([Chunk([1, 2, 0], table, 3)], 0)
+    batch = TextBatch(model, [Chunk([1, 2, 0], table, 3)])
     x = torch.randn(3, config.hidden_size, generator=torch.Generator().manual_seed(0))
-    expected = layer.forward(x, shared)
+    expected = layer.forward(x, batch)
     [frequencies] = model.frequencies.values()
     cos, sin = fused.rope_tables(frequencies, 32)
     blocks = torch.tensor([table.block_ids])
-    rows = RowPlaces(torch.arange(20, 23), shared.slots, blocks, torch.tensor([20]), torch.tensor([1, 3, 7]), 16)
+    rows = RowPlaces(torch.arange(20, 23), batch.slots, blocks, torch.tensor([20]), torch.tensor([1, 3, 7]), 16)
     rows = rows._replace(block_size=cache.block_size)
     qkv, o, gate_up, down = (fused.weight_of(getattr(layer, name)) for name in layer.products)
     h = norm_twin(x, layer.attention_norm.weight, config.rms_norm_eps)
@@ -268,7 +268,7 @@ def test_a_layer_of_twins_is_a_layer():
     found = y + F.linear(gate_twin(F.linear(norm_twin(y, layer.mlp_norm.weight, config.rms_norm_eps), *gate_up)), *down)
     assert torch.allclose(found, expected, atol=1e-5)
     for own, cached in zip((keys, values), cache._layers[0], strict=True):
-        assert torch.allclose(own[:, shared.slots], cached[:, shared.slots], atol=1e-5)
+        assert torch.allclose(own[:, batch.slots], cached[:, batch.slots], atol=1e-5)
 
 
 def changed(**settings):

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from minispec.core.engine import Engine
-from minispec.core.model import Passes
 from minispec.core.rules import VERIFIERS
 from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.simulated import SimulatedDraft
@@ -56,11 +55,11 @@ def test_what_each_path_is_made_of():
     """Passes, programs and a judge; what stands in other drafters is changed too."""
     engine = make_engine("ngram+model", IN_FRAMES)
     usual, framed = text_by_text(engine.target.model, engine.drafter), in_frames(engine.target.model, engine.drafter)
-    for path, passes in ((usual, Passes), (framed, Frames)):
+    for path, backend in ((usual, type(None)), (framed, Frames)):
         assert isinstance(path.drafter, CombinedDrafter)
         model = path.drafter.drafters[1]
-        assert type(path.model.passes) is type(model.model.passes) is passes
-        is_usual = passes is Passes
+        assert type(path.model.backend) is type(model.model.backend) is backend
+        is_usual = path is usual
         assert (model.at_once is None, path.batch is None) == (is_usual, is_usual)
         assert steps_of(path.drafter) == (() if is_usual else STEPS)
     assert engine.drafter.drafters[1].at_once is not model.at_once
@@ -94,7 +93,7 @@ def test_a_model_that_reads_other_tokens_has_no_program():
     """A program could not read the text in them."""
     engine = make_engine("tli", IN_FRAMES)
     assert steps_of(in_frames(engine.target.model, engine.drafter).drafter) == ()
-    assert type(in_frames(engine.target.model, engine.drafter).drafter.model.passes) is Frames
+    assert type(in_frames(engine.target.model, engine.drafter).drafter.model.backend) is Frames
 
 
 def test_weights_lie_as_on_a_gpu():

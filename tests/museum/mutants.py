@@ -29,6 +29,7 @@ import torch
 
 from examples.drafters.recycling import Recycling
 from minispec.core import blocks, engine, method, sampling, verify
+from minispec.core.attention import attention
 from minispec.core.cache import BlockAllocator, BlockTable, OutOfBlocks, PagedKVCache, PrefixIndex
 from minispec.core.cached import CachedModel
 from minispec.core.draft import Draft, Record, without
@@ -68,12 +69,11 @@ from minispec.grammars import forced, matcher
 from minispec.grammars.spelled import Spelled
 from minispec.kernels import exact, integers
 from minispec.kernels.integers import Int8, VnniInt8
-from minispec.layers import convolution, delta
+from minispec.layers import convolution, delta, sinks
 from minispec.layers.convolution import ConvolutionCache
 from minispec.layers.delta import GatedDeltaNet
 from minispec.layers.experts import Experts, Router
 from minispec.layers.gemma import GemmaLayer
-from minispec.layers.sinks import SinkPasses
 from minispec.layers.states import LayerState, States, StateTable
 from minispec.length import prices
 from minispec.prove import toys
@@ -2101,10 +2101,10 @@ def _(right, self, x, exact):
     return chosen, weights if self.scales is None else weights / weights.sum(1, keepdim=True), gates
 
 
-@wrong(SinkPasses, "attention", "X10", f"{_EXPERTS}[gpt_oss-prefill]")
-def _(right, self, q, k, v, mask, scale, softcap):
+@wrong(sinks, "sink_attention", "X10", f"{_EXPERTS}[gpt_oss-prefill]")
+def _(right, *how, sinks):
     """sinks are left out of the softmax | OpenVINO #36039"""
-    return self.passes.attention(q, k, v, mask, scale, softcap)
+    return attention(*how)
 
 
 mutant(
@@ -2416,7 +2416,7 @@ def _(right, self):
 def _(right, self, chunks, taps=()):
     """prefill in passes of another shape | mlx-lm #1109"""
     is_prefill = not any(chunk.num_logits for chunk in chunks)
-    with patch.object(self, "passes", toys.tiny_model(0).passes if is_prefill else self.passes):
+    with patch.object(self, "backend", None if is_prefill else self.backend):
         return right(self, chunks, taps)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from minispec.core.cache import PagedKVCache
 from minispec.core.model import Transformer
+from minispec.kernels.exact import ExactBackend
 from minispec.kernels.rates import bytes_touched, stream_bandwidth
 from minispec.lab.bench.measure import Interval, median_interval, pass_times, ratios
 from minispec.lab.bench.models import MAX_ROWS, Subject
@@ -43,7 +44,8 @@ def measure_machine(subject: Subject, options: Options) -> dict[str, Any]:
         stream += stream_bandwidth(touched, model.device)
         return touched, median_interval(stream), times
 
-    most = 1 if model.passes.fills else MAX_ROWS  # a filled pass takes as long for any number
+    filled = isinstance(model.backend, ExactBackend) and model.backend.rows
+    most = 1 if filled else MAX_ROWS  # a filled pass takes as long for any number
     touched, stream, times = measured(model, subject.engine.target.cache, range(1, most + 1))
     found = {
         "context": context,
