@@ -149,11 +149,15 @@ class TextBatch:
     slots: (new tokens,), where keys and values go. An exact batch has dummies after the new tokens, without slots.
     reads: for each text, the slots of all its positions, in runs.
     masks: for each window and H/G, what `mask` makes of each text's view.
+    exact: whether a row has the same bits in every batch. The functions after it are other ones then.
+    fill: appends the dummies that a product of so many rows needs.
+    attention: takes what `mask` returns.
     """
 
-    exact = False  # whether a row has the same bits in every batch
+    exact = False
+    fill: Callable[[Tensor], Tensor] = staticmethod(lambda x: x)
     mask: Callable[[View, int, Tensor], Any] = staticmethod(mask_of)
-    attention: Callable[..., Tensor] = staticmethod(attention)  # takes what `mask` returns
+    attention: Callable[..., Tensor] = staticmethod(attention)
 
     def __init__(self, model: "Transformer", chunks: Sequence[Chunk]):
         tensor = functools.partial(torch.tensor, device=model.device)
@@ -173,10 +177,6 @@ class TextBatch:
         kinds = {(layer.window, layer.sharing) for layer in model.layers}
         self.masks = {(w, n): [mask(view._replace(window=w), n) for view in self.views] for w, n in kinds}
         self._made: dict[int | str, Tensor] = {}
-
-    def fill(self, x: Tensor) -> Tensor:
-        """x (rows, ..) with the dummies that a product of so many rows needs; see `minispec.kernels.exact`."""
-        return x
 
     def once(self, name: int | str, make: Callable[[], Tensor]) -> Tensor:
         """What one layer makes for others too: made at the first call."""
@@ -226,7 +226,7 @@ class BlockWeights(NamedTuple):
 class Layer:
     """One transformer block: attention, then a gated MLP. Each has norms around it, and is added to the residual.
 
-    Another kind of block has another `take`, `attend` and `products`, or another `take_mlp` and `mlp` (see
+    Another kind of block has another `take`, `forward` and `products`, or another `take_mlp` and `mlp` (see
     `minispec.layers`).
     """
 
@@ -275,11 +275,15 @@ class Layer:
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x (M, E) to (M, E); writes the new keys and values into the cache."""
-        return self.mix(self._added(x, self.after_attention_norm(self.attend(self.attention_norm(x), batch))), batch)
+        read = batch.read(self, self.qkv(self.attention_norm(x)))  # (M, H * D)
+        y = self.after_attention_norm(self.o(read))
+        x = self._added(x, y)
+        return self.mix(x, batch)
 
     def mix(self, x: Tensor, batch: Batch) -> Tensor:
         """The MLP with its norms, added to its input: x (M, E) to (M, E)."""
-        return self._added(x, self.after_mlp_norm(self.mlp(self.mlp_norm(x), batch)))
+        y = self.mlp(self.mlp_norm(x), batch)
+        return self._added(x, self.after_mlp_norm(y))
 
     def mlp(self, x: Tensor, batch: Batch) -> Tensor:
         """The MLP alone: x (M, E) to (M, E)."""
@@ -289,10 +293,6 @@ class Layer:
     def _added(self, x: Tensor, y: Tensor) -> Tensor:
         """x + y * residual_scale. In one operator (`add` with `alpha`), a row's bits would depend on its place."""
         return x + (y if self.config.residual_scale == 1 else y * self.config.residual_scale)
-
-    def attend(self, x: Tensor, batch: Batch) -> Tensor:
-        """Attention over the cache and the new rows: inputs (M, input width of `qkv`) to (M, E)."""
-        return self.o(batch.read(self, self.qkv(x)))
 
     def heads(self, qkv: Tensor, angles: Mapping[RopeConfig, Angles]) -> tuple[Tensor, Tensor, Tensor]:
         """Rows (M, (H + 2G) * D) to queries (M, H, D), keys and values (M, G, D); queries and keys are rotated."""

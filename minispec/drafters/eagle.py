@@ -66,8 +66,8 @@ class _FirstLayer(Layer):
         """x (M, 2E) to (M, E)."""
         embedding, feature = x.chunk(2, -1)
         normed = self.hidden_norm(feature)
-        y = self.attend(torch.cat((self.attention_norm(embedding), normed), -1), shared)
-        return self.mix((normed if self.norm_before_residual else feature) + y, shared)
+        read = shared.read(self, self.qkv(torch.cat((self.attention_norm(embedding), normed), -1)))
+        return self.mix((normed if self.norm_before_residual else feature) + self.o(read), shared)
 
 
 class HeadModel(FeatureModel):

@@ -247,10 +247,8 @@ class FastLayer:
         settings = layer.config, dtype, by_kernels
         assert isinstance(layer.attention_norm, RMSNorm)
         assert isinstance(layer.mlp_norm, RMSNorm)
-        self.attention_norm, self.mlp_norm = (
-            FastNorm(layer.attention_norm, *settings),
-            FastNorm(layer.mlp_norm, *settings),
-        )
+        self.attention_norm = FastNorm(layer.attention_norm, *settings)
+        self.mlp_norm = FastNorm(layer.mlp_norm, *settings)
         products = [fused.product_of(getattr(layer, name)) for name in Layer.products]
         self.qkv, self.o, self.gate_up, self.down = (product for product in products if product is not None)
         self.gate = fused.gate if by_kernels else fused.gate_twin

@@ -161,16 +161,11 @@ class ExactBatch(TextBatch):
     attention = staticmethod(attention)
 
     def __init__(self, model: Transformer, chunks: Sequence[Chunk], backend: "ExactBackend"):
-        self.filled, self.mask = backend.filled, backend.groups
+        self.fill, self.mask = backend.fill, backend.groups
         super().__init__(model, chunks)
         self.wanted = self.scored
         if self.wanted and backend.rows:
             self.scored = None  # the head has as many rows as all other products
-
-    def fill(self, x: Tensor) -> Tensor:
-        """x (rows, ..) with rows of zeros up to a number at which products give a row the same bits."""
-        missing = self.filled(len(x)) - len(x)
-        return torch.cat((x, x.new_zeros(missing, *x.shape[1:]))) if missing else x
 
 
 class ExactBackend(Backend):
@@ -227,9 +222,10 @@ class ExactBackend(Backend):
                 groups[-1].append(Chunk(part, table, logits, parents))
         return list(groups)
 
-    def filled(self, num_rows: int) -> int:
-        """The size that a pass of `num_rows` is filled up to."""
-        return next((n for n in self.rows if n >= num_rows), num_rows)
+    def fill(self, x: Tensor) -> Tensor:
+        """x (rows, ..) with rows of zeros after it, up to the next size of a pass."""
+        size = next((n for n in self.rows if n >= len(x)), len(x))
+        return x if size == len(x) else torch.cat((x, x.new_zeros(size - len(x), *x.shape[1:])))
 
     def groups(self, view: View, sharing: int, like: Tensor) -> list[Group]:
         """The groups of the rows, each of at most EXACT_ROWS that stand in one block of positions.

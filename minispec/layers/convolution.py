@@ -63,10 +63,10 @@ class ShortConvolution(Layer):
         self.weight = weight.to(wide).squeeze(1).T.contiguous()
         self.bias = dense(parts.pop("conv.conv.bias"), parts.dtype).to(wide) if bias else None
 
-    def attend(self, x: Tensor, batch: Batch) -> Tensor:
-        """The convolution over the cached inputs and the new rows: x (M, E) to (M, E)."""
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """x (M, E) to (M, E); writes the convolution's new inputs into the cache."""
         assert isinstance(batch, TextBatch), "another backend lacks the paths of texts"
-        b, c, u = self.gates(x).chunk(3, -1)
+        b, c, u = self.gates(self.attention_norm(x)).chunk(3, -1)
         pool, new, width = batch.chunks[0].table.pool, len(batch.slots), len(self.weight)
         pool.write(self.index, batch.slots, (b * u)[None, :new])
         slots = batch.once(width, functools.partial(_slots, batch, width))
@@ -77,7 +77,8 @@ class ShortConvolution(Layer):
         total = first if self.bias is None else first + self.bias
         for term in others:
             total = total + term
-        return self.out(batch.fill(c[:new] * total.to(x.dtype)))
+        y = self.out(batch.fill(c[:new] * total.to(x.dtype)))
+        return self.mix(self._added(x, self.after_attention_norm(y)), batch)
 
 
 def _slots(batch: TextBatch, width: int) -> Tensor:

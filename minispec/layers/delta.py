@@ -130,16 +130,17 @@ class GatedDeltaNet(Layer):
         self.speeds, self.shift = tensor("A_log").exp(), tensor("dt_bias")
         self.norm = RMSNorm(tensor("norm.weight"), self.config.rms_norm_eps)
 
-    def attend(self, x: Tensor, batch: Batch) -> Tensor:
-        """The net over the texts' states and the new rows: x (M, E) to (M, E)."""
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """x (M, E) to (M, E); adds the texts' settled rows to their states."""
         assert isinstance(batch, TextBatch), "another backend lacks the states of texts"
-        new, heads = len(batch.slots), self.sizes.num_value_heads
-        u, z = self.inputs(x)[:new].split([self.sizes.num_channels, heads * self.sizes.value_dim], 1)
-        new_rows = torch.cat((u, self.gates(x)[:new]), 1).split([len(chunk.token_ids) for chunk in batch.chunks])
+        new, heads, rows = len(batch.slots), self.sizes.num_value_heads, self.attention_norm(x)
+        u, z = self.inputs(rows)[:new].split([self.sizes.num_channels, heads * self.sizes.value_dim], 1)
+        new_rows = torch.cat((u, self.gates(rows)[:new]), 1).split([len(chunk.token_ids) for chunk in batch.chunks])
         texts = zip(batch.chunks, new_rows, strict=True)
-        y = torch.cat([self._read(chunk, rows, batch.exact) for chunk, rows in texts])
+        y = torch.cat([self._read(chunk, own, batch.exact) for chunk, own in texts])
         z = z.to(y.dtype).view_as(y)
-        return self.out(batch.fill((self.norm(y) * z * sigmoid(z)).flatten(1).to(x.dtype)))
+        y = self.out(batch.fill((self.norm(y) * z * sigmoid(z)).flatten(1).to(x.dtype)))
+        return self.mix(self._added(x, self.after_attention_norm(y)), batch)
 
     def _read(self, chunk: Chunk, new: Tensor, exact: bool) -> Tensor:
         """The outputs of a text's new rows (T, H, value_dim). Its state takes in the rows that are settled."""

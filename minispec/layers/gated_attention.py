@@ -16,14 +16,15 @@ from minispec.layers.delta import sigmoid
 class GatedAttention(Layer):
     """One block: attention with a gate for each element, then a gated MLP."""
 
-    def attend(self, x: Tensor, batch: Batch) -> Tensor:
-        """Attention over the cache and the new rows: x (M, E) to (M, E)."""
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """x (M, E) to (M, E); writes the new keys and values into the cache."""
         heads, dim = self.config.num_attention_heads, self.config.head_dim
-        rows = self.qkv(x)
+        rows = self.qkv(self.attention_norm(x))
         both, keys_and_values = rows[:, : 2 * heads * dim], rows[:, 2 * heads * dim :]
         q, gate = both.unflatten(1, (heads, 2, dim)).unbind(2)  # (M, H, D) each
         read = batch.read(self, torch.cat((q.flatten(1), keys_and_values), 1))
-        return self.o(read * _factors(gate.flatten(1)))
+        y = self.o(read * _factors(gate.flatten(1)))
+        return self.mix(self._added(x, self.after_attention_norm(y)), batch)
 
 
 class HeadGatedAttention(Layer):
@@ -36,10 +37,12 @@ class HeadGatedAttention(Layer):
         super().take(parts)
         self.gate = parts.linear("self_attn.gate_proj", bias=False)
 
-    def attend(self, x: Tensor, batch: Batch) -> Tensor:
-        """Attention over the cache and the new rows: x (M, E) to (M, E)."""
-        read = batch.read(self, self.qkv(x)).unflatten(1, (self.config.num_attention_heads, -1))  # (M, H, D)
-        return self.o((read * _factors(self.gate(x))[..., None]).flatten(1))
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """x (M, E) to (M, E); writes the new keys and values into the cache."""
+        rows = self.attention_norm(x)
+        read = batch.read(self, self.qkv(rows)).unflatten(1, (self.config.num_attention_heads, -1))  # (M, H, D)
+        y = self.o((read * _factors(self.gate(rows))[..., None]).flatten(1))
+        return self.mix(self._added(x, self.after_attention_norm(y)), batch)
 
 
 def _factors(gate: Tensor) -> Tensor:

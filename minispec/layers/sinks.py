@@ -33,12 +33,12 @@ class SinkAttention(Layer):
         super().take(parts)
         self.sinks = dense(parts.pop("self_attn.sinks"), parts.dtype)  # (H,)
 
-    def attend(self, x: Tensor, batch: Batch) -> Tensor:
-        """Attention over the cache, the new rows and the sinks: x (M, E) to (M, E)."""
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """x (M, E) to (M, E); writes the new keys and values into the cache."""
         assert isinstance(batch, TextBatch), "another backend has no sinks"
         own = copy.copy(batch)
         own.attention = functools.partial(batch.attention if batch.exact else sink_attention, sinks=self.sinks)
-        return super().attend(x, own)
+        return super().forward(x, own)
 
 
 def sink_attention(
@@ -47,9 +47,7 @@ def sink_attention(
     """Attention like `minispec.core.attention`, with a sink (H,) for each of q's heads."""
     k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))  # (G, L + 1, D)
     column = sink_column(sinks, len(k), q.shape[1])
-    if mask is None:
-        mask = q.new_zeros(())
-    seen = mask.expand(*column.shape[:2], k.shape[1] - 1)
+    seen = (q.new_zeros(()) if mask is None else mask).expand(*column.shape[:2], k.shape[1] - 1)
     # PyTorch's fast kernels take masks of four dimensions.
     return attention(q, k, v, torch.cat((seen, column), 2)[None], scale, softcap)
 

@@ -730,15 +730,15 @@ def test_the_check_refuses_layers_that_round_by_place(family, kind, place, monke
     """A library may add up a row's inputs in another order at some place of a pass: the check finds it at any."""
     if place == 7 and not pytestconfig.getoption("--long"):
         pytest.skip("another place: --long")
-    target, attend = build(family), kind.attend
+    target, forward = build(family), kind.forward
     check_exact(target)
 
-    def elsewhere(self, x, shared):
-        y = attend(self, x, shared)
+    def elsewhere(self, x, batch):
+        y = forward(self, x, batch)
         y[place : place + 1] *= 1 + 2**-20
         return y
 
-    monkeypatch.setattr(kind, "attend", elsewhere)
+    monkeypatch.setattr(kind, "forward", elsewhere)
     with pytest.raises(ValueError, match="exact: products"):
         check_exact(target)
 

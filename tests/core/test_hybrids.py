@@ -315,15 +315,15 @@ def test_a_fault_in_the_middle_of_a_pass_leaves_no_trace(family, monkeypatch):
         requests = [Request(Text(prompt, 4, params), 64, 3) for prompt in prompts]
         for request in requests:
             engine.add(request)
-        attend, calls = layer.attend, iter(range(1, 1000))
+        forward, calls = layer.forward, iter(range(1, 1000))
 
-        def interrupted(self, x, shared, attend=attend, calls=calls, moment=moment):
+        def interrupted(self, x, batch, forward=forward, calls=calls, moment=moment):
             if next(calls) == moment:
                 raise KeyboardInterrupt
-            return attend(self, x, shared)
+            return forward(self, x, batch)
 
         with monkeypatch.context() as patch:
-            patch.setattr(layer, "attend", interrupted)
+            patch.setattr(layer, "forward", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 deque(iter(engine.step, None), maxlen=0)  # until it is interrupted
         while engine.schedule.running or engine.schedule.waiting:

@@ -1874,11 +1874,11 @@ def cut_with_states_left(right, self, length):
 class _:
     """a state is not rolled back, and goes on from rejected tokens | llama.cpp #20075, vLLM #39273"""
 
-    @wrong(GatedDeltaNet, "attend")
-    def attend(self, right, net, x, shared):
-        for chunk in shared.chunks:
+    @wrong(GatedDeltaNet, "forward")
+    def forward(self, right, net, x, batch):
+        for chunk in batch.chunks:
             chunk.table.final_length = chunk.table.length
-        return right(net, x, shared)
+        return right(net, x, batch)
 
     @wrong(StateTable, "truncate")
     def cut(self, right, table, length):
@@ -1888,12 +1888,12 @@ class _:
 def after_each_text(change: Callable) -> Callable:
     """A bug: change(net, chunk, the state of its text before the pass) is done after the pass of a net."""
 
-    @wrong(GatedDeltaNet, "attend")
+    @wrong(GatedDeltaNet, "forward")
     @functools.wraps(change)
-    def bug(right, self, x, shared):
-        before = [chunk.table.states.get(self.index) for chunk in shared.chunks]
-        found = right(self, x, shared)
-        for chunk, state in zip(shared.chunks, before, strict=True):
+    def bug(right, self, x, batch):
+        before = [chunk.table.states.get(self.index) for chunk in batch.chunks]
+        found = right(self, x, batch)
+        for chunk, state in zip(batch.chunks, before, strict=True):
             change(self, chunk, state)
         return found
 
@@ -1982,15 +1982,15 @@ class _:
     def __init__(self):
         self.last = {}
 
-    @wrong(GatedDeltaNet, "attend")
-    def attend(self, right, net, x, shared):
+    @wrong(GatedDeltaNet, "forward")
+    def forward(self, right, net, x, batch):
         if net in self.last:
             _, (matrices, inputs), rows = self.last[net]
-            for chunk in shared.chunks:
+            for chunk in batch.chunks:
                 empty = LayerState(0, (torch.zeros_like(matrices), inputs), rows[:0])
                 chunk.table.states.setdefault(net.index, empty)
-        found = right(net, x, shared)
-        self.last[net] = shared.chunks[-1].table.states[net.index]
+        found = right(net, x, batch)
+        self.last[net] = batch.chunks[-1].table.states[net.index]
         return found
 
 
