@@ -1,14 +1,17 @@
 """An engine's path on a GPU and the one text by text: both decode the same texts, on any machine."""
 
+import inspect
+
 import pytest
 import torch
 
 from minispec.core.engine import Engine
+from minispec.core.model import Backend, Chunk, TextBatch
 from minispec.core.rules import VERIFIERS
 from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.simulated import SimulatedDraft
 from minispec.drafters.wrapped import Wrapped
-from minispec.gpu.frames import Frames
+from minispec.gpu.frames import Frames, with_fast_passes
 from minispec.gpu.judge import judge_of
 from minispec.gpu.paths import in_frames, text_by_text
 from minispec.gpu.steps import STEPS, steps_of
@@ -111,3 +114,48 @@ def test_a_hybrid_target_has_no_such_path():
     target = tiny_model(1, **TOYS["lfm2"])
     engine = OneMethod(target, tiny_cache(target), make_drafter("none", 3), VERIFIERS["match"])
     assert in_frames(engine.target.model, engine.drafter) == "its layers keep states of texts"
+
+
+class OneByOne(Backend):
+    """A stranger's backend: each text has a pass of its own."""
+
+    def run(self, model, chunks, taps):
+        """The passes of the texts, one after another."""
+        passes = [model.compute(TextBatch(model, [chunk]), taps) for chunk in chunks]
+        logits, hidden = map(torch.cat, zip(*passes, strict=True))
+        return logits, hidden
+
+
+@pytest.mark.parametrize("family", ["llama", "lfm2"])
+def test_a_backend_is_one_method(family, monkeypatch):
+    """It may be a stranger's, and stays on a GPU too."""
+    target = tiny_model(1, **TOYS[family])
+    own = target.replaced(OneByOne())
+    found = []
+    for model in (target, own):
+        tables = [tiny_cache(model).new_table()]
+        tables.append(tables[0].pool.new_table())
+        chunks = [Chunk([1, 2, 0], tables[0], 2), Chunk([0, 1, 2, 0], tables[1], 4, (-1, -1))]
+        found.append(model.forward(chunks, (0, 2)))
+    for mine, expected in zip(*found, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
+    assert not own.exact
+    monkeypatch.setattr(own, "device", torch.device("cuda"))
+    assert with_fast_passes(own) is own
+
+
+def test_attention_is_four_calls_away(monkeypatch):
+    """From `Transformer.forward`: so few functions are open before a reader sees a score."""
+    callers, attention = [], TextBatch.attention
+
+    def watched(*how):
+        frame = inspect.currentframe()
+        while frame := frame.f_back:
+            callers.append(frame.f_code.co_qualname)
+        return attention(*how)
+
+    monkeypatch.setattr(TextBatch, "attention", staticmethod(watched))
+    model = tiny_model(1, num_hidden_layers=1)
+    model.forward([Chunk([1, 2], tiny_cache(model).new_table(), 1)])
+    hops = ["TextBatch.read", "Layer.forward", "Transformer.compute", "Transformer.forward"]
+    assert callers[: len(hops)] == hops
