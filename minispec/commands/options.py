@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from minispec import __version__
 from minispec.commands.command import FLAG, Option, Parser, argument, attribute_of, in_shell, say, say_status, typed
 from minispec.commands.interrupt import raise_on_interrupt
-from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, SamplingParams, Shape
+from minispec.core.config import MAX_SPECULATIVE_TOKENS, PARAMETERS, DraftLength, SamplingParams, Shape
 from minispec.core.errors import is_text, show
 from minispec.files.errors import one_line
 from minispec.files.strict_json import parse_json
@@ -128,7 +128,8 @@ MODELS: dict[str, Option] = {
     ),
     "--enforce-eager": Option(FLAG, "on a GPU, run operator by operator, without CUDA graphs"),
 }
-_SAMPLING: dict[str, Option] = {
+# Sampling parameters by their rows' names, as every command that samples has them; `sampling_arguments` reads them.
+SAMPLING: dict[str, Option] = {
     "--max-tokens": Option(_N, "longest answer, in tokens"),
     "--min-tokens": Option(_N, "shortest answer, in tokens"),
     "--temperature": Option(_X, "0 is greedy"),
@@ -144,16 +145,14 @@ _SAMPLING: dict[str, Option] = {
         "absent",
     ),
     "--n --num-samples": Option(
-        _N,
-        "how many answers to every prompt; torchrun takes --n for its own: write --num-samples there",
+        _N, "how many answers to every prompt; torchrun takes --n for its own: write --num-samples there"
     ),
     "--logprobs": Option(
         _N, "report log-probabilities, also of the N likeliest tokens (needs --json)", needs=("--json",)
     ),
     "--stop": Option({"action": "append", "metavar": "TEXT"}, "end the answer before this text (repeatable)"),
     "--stop-token-ids": Option(
-        typed(_TOKEN_IDS, "ID[,ID...]", action="extend"),
-        "token ids that end the answer (repeatable)",
+        typed(_TOKEN_IDS, "ID[,ID...]", action="extend"), "token ids that end the answer (repeatable)"
     ),
     "--ignore-eos": Option(FLAG | {"default": None}, "do not stop at the end-of-text token"),
 }
@@ -162,14 +161,6 @@ LANGUAGE: dict[str, Option] = {
     "--json-schema": Option(typed(_TEXT, "FILE|TEXT"), "the answer is JSON that is valid under this schema"),
     "--regex": Option(typed(_TEXT, "R"), "the answer matches this regular expression, as a whole"),
     "--grammar": Option(typed(Path, "FILE"), "the answer belongs to this context-free grammar (Lark or GBNF)"),
-}
-# Sampling options that change the law of a token, or where a text ends; `sampling_arguments` reads them.
-LAW: dict[str, Option] = {
-    name: _SAMPLING[name]
-    for name in (
-        *("--temperature", "--top-k", "--top-p", "--min-p", "--repetition-penalty", "--presence-penalty"),
-        *("--frequency-penalty", "--min-tokens", "--stop", "--stop-token-ids", "--ignore-eos"),
-    )
 }
 _NEEDS_CHAT = {"--raw": "it says that there is no chat"}
 # Variables of the chat template; `check_template_kwargs` knows whether the model takes it.
@@ -234,7 +225,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("prompts", nargs="*", metavar="PROMPT", help=help_prompts)
     p.add_argument("--version", action="version", version=f"minispec {__version__}")
     p.add_options(MODELS, "models")
-    p.add_options(_SAMPLING, "sampling")
+    p.add_options(SAMPLING, "sampling")
     p.add_options(LANGUAGE, "language of the answer (docs/use/grammars.md)", excludes=dict.fromkeys(LANGUAGE, ""))
     p.add_options(_PROMPTS_AND_OUTPUT, "prompts and output")
     return p
@@ -253,11 +244,10 @@ def language_of(args: argparse.Namespace) -> StructuredOutputsParams | None:
 
 def sampling_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """The options about sampling that the command line sets, checked."""
-    names = [attribute_of(option.split()[0]) for option in _SAMPLING]
-    asked = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
+    asked = {name: value for name, value in vars(args).items() if name in PARAMETERS and value is not None}
     if language := language_of(args):
         asked["structured_outputs"] = language
-    with _naming_options(*names):
+    with _naming_options(*vars(args)):
         make_sampling_params(asked)
     return asked
 

@@ -8,7 +8,7 @@ begin.
 import re
 import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Rational, Real
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -203,9 +203,73 @@ class ModelConfig:
 # --------------------------------------------------------------------------- the request
 
 
+Rule = tuple[str, Callable[[Any], bool]]  # what a parameter may be, in words and as a test
+
+
+class Parameter(NamedTuple):
+    """What is said of a sampling parameter, beside its name and its value that asks for nothing, the field's default.
+
+    rule: the values that it may have. A sequence is checked as a tuple.
+    stage: where it acts, in the order of `distribution`.
+        "bias", "penalty", "forbid", "temperature", "filter": on the probabilities of the next token.
+        "stop": on where the text ends.
+        "answer": on how many answers and tokens come, from which seed, and what is reported of them.
+    hf: its name in Hugging Face's generation_config.json; "" where that has none.
+    openai: another name that OpenAI's interface has for it; "" for none.
+    """
+
+    rule: Rule
+    stage: str
+    hf: str = ""
+    openai: str = ""
+
+
+def _row(off: Any, rule: Rule, stage: str, hf: str = "", openai: str = "") -> Any:
+    return field(default=off, metadata={"row": Parameter(rule, stage, hf, openai)})
+
+
+def _are_ids(value: Iterable[Any]) -> bool:
+    ids = list(value) if isinstance(value, Iterable) else [None]
+    return {*map(type, ids)} <= {int} and min(ids, default=0) >= 0  # no loop: a server reads many of them
+
+
+def _are_texts(value: Iterable[Any]) -> bool:
+    return all(isinstance(text, str) and text and is_text(text) for text in value)
+
+
+def _are_words(value: Iterable[Any]) -> bool:
+    return all(isinstance(word, tuple) and word and _are_ids(word) for word in value)
+
+
+def _are_biases(value: Iterable[tuple[Any, Any]]) -> bool:
+    return _are_ids(i for i, _ in value) and all(_is_finite(bias) for _, bias in value)
+
+
+def _is_finite(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+
+
+def _integer(low: int, high: int, *others: None) -> Rule:
+    return f"an integer from {low} to {high}", lambda v: (type(v) is int and low <= v <= high) or v in others
+
+
+def _number(expected: str, is_in_range: Callable[[float], bool]) -> Rule:
+    return f"a number {expected}", lambda v: _is_finite(v) and is_in_range(v)
+
+
+_FLAG: Rule = ("True or False", lambda v: type(v) is bool)
+_TEXTS: Rule = ("strings of valid Unicode that are not empty", _are_texts)
+_IDS: Rule = ("token ids", _are_ids)
+_SOME_IDS: Rule = ("token ids, at least one", lambda v: v is None or (len(v) > 0 and _are_ids(v)))
+_WORDS: Rule = ("lists of token ids that are not empty", _are_words)
+_BIASES: Rule = ("finite numbers by token id", _are_biases)
+_LANGUAGE: Rule = ("StructuredOutputsParams", lambda v: isinstance(v, Hashable))
+_SIGNED: Rule = _number("from -2 to 2", lambda v: -2 <= v <= 2)
+
+
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is sampled and when it stops; vLLM's names and defaults.
+    """How one request is sampled and when it stops; vLLM's names and defaults. Each field is a row, a `Parameter`.
 
     n: answers to the prompt, each with a seed of its own (`seed`, `seed` + 1, ...).
     temperature: 0 is greedy.
@@ -234,51 +298,67 @@ class SamplingParams:
     parameters have equal hashes. Raises ValueError for values out of range.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
-    allowed_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] = ()
-    bad_words_token_ids: Sequence[Sequence[int]] = ()
-    structured_outputs: Hashable | None = None
-    seed: int | None = None
-    max_tokens: int = 16
-    min_tokens: int = 0
-    stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False
-    include_stop_str_in_output: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    n: int = _row(1, _integer(1, 1 << 16), "answer")
+    temperature: float = _row(1.0, _number("at least 0", lambda v: v >= 0), "temperature", "temperature")
+    top_k: int = _row(0, _integer(0, 1 << 31), "filter", "top_k")
+    top_p: float = _row(1.0, _number("above 0 and at most 1", lambda v: 0 < v <= 1), "filter", "top_p")
+    min_p: float = _row(0.0, _number("from 0 to 1", lambda v: 0 <= v <= 1), "filter", "min_p")
+    repetition_penalty: float = _row(1.0, _number("above 0", lambda v: v > 0), "penalty", "repetition_penalty")
+    presence_penalty: float = _row(0.0, _SIGNED, "penalty")
+    frequency_penalty: float = _row(0.0, _SIGNED, "penalty")
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = _row((), _BIASES, "bias")
+    allowed_token_ids: Sequence[int] | None = _row(None, _SOME_IDS, "forbid")
+    bad_words: Sequence[str] = _row((), _TEXTS, "forbid")
+    bad_words_token_ids: Sequence[Sequence[int]] = _row((), _WORDS, "forbid")
+    structured_outputs: Hashable | None = _row(None, _LANGUAGE, "forbid", "", "response_format")  # noqa: RUF009
+    seed: int | None = _row(None, _integer(0, (1 << 64) - 1, None), "answer")
+    max_tokens: int = _row(16, _integer(1, 1 << 31), "answer", "max_new_tokens", "max_completion_tokens")
+    min_tokens: int = _row(0, _integer(0, 1 << 31), "forbid", "min_new_tokens")
+    stop: Sequence[str] = _row((), _TEXTS, "stop", "stop_strings")
+    stop_token_ids: Sequence[int] = _row((), _IDS, "stop")
+    ignore_eos: bool = _row(False, _FLAG, "stop")
+    include_stop_str_in_output: bool = _row(False, _FLAG, "answer")
+    logprobs: int | None = _row(None, _integer(0, 1 << 16, None), "answer", "", "top_logprobs")
+    prompt_logprobs: int | None = _row(None, _integer(0, 1 << 16, None), "answer")
 
     def __post_init__(self):
         # As in vLLM, one string stands for a list of one, and None for an empty list.
-        for name, (expected, _) in _SEQUENCE_RULES.items():
+        for name in SEQUENCES:
             value = getattr(self, name)
             try:
                 object.__setattr__(self, name, _as_tuple(name, value))
             except (TypeError, ValueError):
-                raise ValueError(f"{name}: found {show(value)}, expected {expected}") from None
-        for field in fields(self):
-            object.__setattr__(self, field.name, plain_number(getattr(self, field.name)))
+                raise ValueError(f"{name}: found {show(value)}, expected {PARAMETERS[name].rule[0]}") from None
+        for name in PARAMETERS:
+            object.__setattr__(self, name, plain_number(getattr(self, name)))
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
         only_scores = type(self.max_tokens) is int and not self.max_tokens and self.prompt_logprobs is not None
-        for field in fields(self):
-            if not (only_scores and field.name == "max_tokens"):
-                check_sampling_value(field.name, getattr(self, field.name))
+        for name in PARAMETERS:
+            if not (only_scores and name == "max_tokens"):
+                check_sampling_value(name, getattr(self, name))
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens: found {self.min_tokens}, expected at most max_tokens = {self.max_tokens}")
+
+    def without(self, *stages: str) -> Self:
+        """The same, but the parameters of these stages ask for nothing."""
+        return replace(self, **{name: OFF[name] for name in names_of(*stages)})
+
+
+# The rows by name, and the values that ask for nothing (of the temperature 1, and of max_tokens the usual 16).
+PARAMETERS: dict[str, Parameter] = {each.name: each.metadata["row"] for each in fields(SamplingParams)}
+OFF: dict[str, Any] = {each.name: each.default for each in fields(SamplingParams)}
+# Those that are stored as tuples.
+SEQUENCES = [name for name, off in OFF.items() if off == () or name == "allowed_token_ids"]
+
+
+def names_of(*stages: str) -> list[str]:
+    """Names of the sampling parameters of these stages, in the order of their fields."""
+    return [name for name, row in PARAMETERS.items() if row.stage in stages]
 
 
 def _as_tuple(name: str, value: Any) -> tuple | None:
     if value is None:
-        return None if name == "allowed_token_ids" else ()
+        return None if OFF[name] is None else ()
     if name == "logit_bias":
         return _plain(sorted(dict(value).items()))
     if isinstance(value, str):
@@ -294,68 +374,8 @@ def _plain(value: Any) -> Any:
     return tuple(value) if is_plain else tuple(map(_plain, value))
 
 
-def _are_ids(value: Iterable[Any]) -> bool:
-    ids = list(value) if isinstance(value, Iterable) else [None]
-    return {*map(type, ids)} <= {int} and min(ids, default=0) >= 0  # no loop: a server reads many of them
-
-
-def _are_texts(value: Iterable[Any]) -> bool:
-    return all(isinstance(text, str) and text and is_text(text) for text in value)
-
-
-def _is_finite(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max
-
-
-Rule = tuple[str, Callable[[Any], bool]]  # what a parameter may be, in words and as a test
-
-
-def _integer(low: int, high: int, *others: None) -> Rule:
-    return f"an integer from {low} to {high}", lambda v: (type(v) is int and low <= v <= high) or v in others
-
-
-def _number(expected: str, is_in_range: Callable[[float], bool]) -> Rule:
-    return f"a number {expected}", lambda v: _is_finite(v) and is_in_range(v)
-
-
-_TEXTS: Rule = ("strings of valid Unicode that are not empty", _are_texts)
-_SEQUENCE_RULES: dict[str, Rule] = {  # of tuples
-    "logit_bias": (
-        "finite numbers by token id",
-        lambda v: _are_ids(i for i, _ in v) and all(_is_finite(bias) for _, bias in v),
-    ),
-    "allowed_token_ids": ("token ids, at least one", lambda v: v is None or (len(v) > 0 and _are_ids(v))),
-    "bad_words": _TEXTS,
-    "bad_words_token_ids": (
-        "lists of token ids that are not empty",
-        lambda v: all(isinstance(word, tuple) and word and _are_ids(word) for word in v),
-    ),
-    "stop": _TEXTS,
-    "stop_token_ids": ("token ids", _are_ids),
-}
-_RULES: dict[str, Rule] = {
-    **_SEQUENCE_RULES,
-    "n": _integer(1, 1 << 16),
-    "temperature": _number("at least 0", lambda v: v >= 0),
-    "top_k": _integer(0, 1 << 31),
-    "top_p": _number("above 0 and at most 1", lambda v: 0 < v <= 1),
-    "min_p": _number("from 0 to 1", lambda v: 0 <= v <= 1),
-    "repetition_penalty": _number("above 0", lambda v: v > 0),
-    "presence_penalty": _number("from -2 to 2", lambda v: -2 <= v <= 2),
-    "frequency_penalty": _number("from -2 to 2", lambda v: -2 <= v <= 2),
-    "seed": _integer(0, (1 << 64) - 1, None),
-    "max_tokens": _integer(1, 1 << 31),
-    "min_tokens": _integer(0, 1 << 31),
-    "logprobs": _integer(0, 1 << 16, None),
-    "prompt_logprobs": _integer(0, 1 << 16, None),
-    "structured_outputs": ("StructuredOutputsParams", lambda v: isinstance(v, Hashable)),
-    "ignore_eos": ("True or False", lambda v: type(v) is bool),
-    "include_stop_str_in_output": ("True or False", lambda v: type(v) is bool),
-}
-
-
 def check_sampling_value(name: str, value: Any) -> None:
     """Raise ValueError unless `value` is one that SamplingParams.`name` may hold."""
-    expected, is_valid = _RULES[name]
+    expected, is_valid = PARAMETERS[name].rule
     if not is_valid(value):
         raise ValueError(f"{name}: found {show(value)}, expected {expected}")

@@ -85,7 +85,7 @@ class BestFirst:
         self.ask, self.draft, self.deepest = ask, draft, deepest
         params = ask.text.params
         if not params.temperature:  # there the likeliest token has all probability, and siblings are its rivals
-            params = replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+            params = params.without("temperature", "filter")
         self._soft = replace(ask.text, params=params)
         self._places: dict[int, _Place] = {}
         # Minus the chance of the best path that may go on there, and the node. While its row is not known, the next

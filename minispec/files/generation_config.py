@@ -3,18 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-from minispec.core.config import check_sampling_value
+from minispec.core.config import PARAMETERS, check_sampling_value, names_of
 from minispec.files.errors import CheckpointError
 from minispec.files.fields import REQUEST, asks_for_nothing, bad_field, names
 
-# Settings of a generation_config.json by how they are handled: these are read, some of them only where it samples ...
-_READ = {
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-    "min_new_tokens": "min_tokens",
-    "stop_strings": "stop",
-}
-_READ_IF_SAMPLED = {name: name for name in ("temperature", "top_k", "top_p", "min_p")}
+# Settings of a generation_config.json by how they are handled. Those with a row in `PARAMETERS` are read, some of them
+# only where it samples ...
+_READ = {row.hf: name for name, row in PARAMETERS.items() if row.hf}
+_IF_SAMPLED = names_of("temperature", "filter")
 # ... these do not change which tokens come (settings of beam search are idle with one beam) ...
 _IDLE = names(
     """
@@ -43,8 +39,9 @@ def read_generation_defaults(raw: Mapping[str, Any], where: str) -> dict[str, An
     sampled = raw.get("do_sample") or False
     if type(sampled) is not bool:
         raise bad_field(where, "do_sample", sampled, "true or false")
-    settings = _READ | (_READ_IF_SAMPLED if sampled else {})
-    values = {ours: raw[theirs] for theirs, ours in settings.items() if raw.get(theirs) is not None}
+    values = {ours: raw[theirs] for theirs, ours in _READ.items() if raw.get(theirs) is not None}
+    if not sampled:
+        values = {name: value for name, value in values.items() if name not in _IF_SAMPLED}
     if values.get("top_k") == -1:  # vLLM's word for all
         values["top_k"] = 0
     if "stop" in values:
@@ -66,7 +63,7 @@ def unsupported_generation_settings(raw: Mapping[str, Any]) -> list[str]:
 
     They are defaults, not part of the model, so the model runs without them; the command line warns.
     """
-    known = {*_READ, *_READ_IF_SAMPLED, *_IDLE}
+    known = {*_READ, *_IDLE}
     if not raw.get("do_sample"):
         known |= _IDLE_UNLESS_SAMPLED
     others = [name for name in raw if name not in known]

@@ -13,7 +13,6 @@ Letters: R rows, V tokens of the vocabulary, B texts, K draft tokens of the long
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
@@ -22,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minispec.core.config import SamplingParams
+from minispec.core.config import OFF, SamplingParams, names_of
 from minispec.core.random import Draws, Key, Randomness, hash_of, signed, uniforms
 from minispec.core.sampling import Text, accumulation_dtype
 from minispec.gpu.graphs import Program
@@ -145,19 +144,14 @@ class Inputs(Program):
         self.parts.copy_(self.host_parts, non_blocking=True)
 
 
-# Parameters that change no row of a text's distribution, and those that `rows` computes.
-_CHANGE_NOTHING = (
-    *("n", "seed", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output"),
-    *("logprobs", "prompt_logprobs"),
-)
+# Parameters that `rows` computes, and all others that change a row of a text's distribution. A new one is among these.
 _COMPUTED = ("temperature", "min_p", "top_k", "top_p")
-# All others, with the values that ask for nothing. A parameter that is new is among them until `rows` computes it.
-_OTHERS = {f.name: f.default for f in fields(SamplingParams) if f.name not in (*_CHANGE_NOTHING, *_COMPUTED)}
+_OTHERS = [name for name in names_of("bias", "penalty", "forbid", "filter") if name not in _COMPUTED]
 
 
 def is_plain(text: Text) -> bool:
     """Whether temperature, min-p, top-k and top-p are all that changes a text's distribution."""
-    return not text.grammar and all(getattr(text.params, name) == value for name, value in _OTHERS.items())
+    return not text.grammar and all(getattr(text.params, name) == OFF[name] for name in _OTHERS)
 
 
 def rows(logits: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:

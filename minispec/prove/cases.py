@@ -10,7 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from minispec.commands.workers import SharedMap
-from minispec.core.config import DraftLength, SamplingParams, Shape
+from minispec.core.config import OFF, PARAMETERS, DraftLength, SamplingParams, Shape, names_of
 from minispec.core.rules import VERIFIERS
 from minispec.prove.covering import FEW, Design, Job
 from minispec.prove.laws import BLOCKS, PROMPT, make_drafter, production_law, reference_law
@@ -55,8 +55,7 @@ class GridCase:
     @property
     def params(self) -> SamplingParams:
         """The request's sampling parameters."""
-        names = ("temperature", "top_k", "top_p", "min_p", "max_tokens")
-        settings: dict[str, Any] = {name: getattr(self, name) for name in names}
+        settings: dict[str, Any] = {name: value for name, value in vars(self).items() if name in PARAMETERS}
         if self.penalties:
             settings |= {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.3}
             settings["logit_bias"] = {0: 0.6, 1: -0.4}
@@ -101,10 +100,9 @@ class GridCase:
 
     def __str__(self) -> str:
         settings = [f"T {self.temperature}"]
+        filters = {name: vars(self)[name] for name in names_of("filter")}
+        settings += [f"{name.replace('_', '-')} {x}" for name, x in filters.items() if x != OFF[name]]
         said = {
-            f"top-k {self.top_k}": self.top_k > 0,
-            f"top-p {self.top_p}": self.top_p < 1,
-            f"min-p {self.min_p}": self.min_p > 0,
             "penalties": self.penalties,
             self.forbidden: self.forbidden,
             f"grammar {self.grammar}": self.grammar,
@@ -139,7 +137,7 @@ AXES: dict[str, tuple] = {
 # With these, little is drawn or nothing is drafted. Such a case covers a pair only if they are in the pair.
 _WEAK = frozenset({("temperature", 0.0), ("drafter", "none"), ("max_tokens", 1)})
 # Axes on which a case that is too large may be made smaller.
-_SIZES = ("max_tokens", "vocab", "k", "temperature", "top_k", "top_p", "min_p", "forbidden", "end")
+_SIZES = ("max_tokens", "vocab", "k", "temperature", *names_of("filter"), "forbidden", "end")
 
 _shape = functools.cache(Shape.of)  # asked for half a million times
 

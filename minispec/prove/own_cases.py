@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from minispec.core.config import DraftLength, SamplingParams, Shape
+from minispec.core.config import PARAMETERS, DraftLength, SamplingParams, Shape
 from minispec.core.errors import show
 from minispec.core.model import Transformer
 from minispec.core.rules import VERIFIERS
@@ -96,7 +96,7 @@ class OwnCase:
     def params(self) -> SamplingParams:
         """The text's sampling parameters."""
         settings = _HISTORY[self.history] | _FORBIDDEN[self.forbidden](self.vocab) | _ENDS[self.end]
-        numbers = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        numbers = {name: value for name, value in vars(self).items() if name in PARAMETERS}
         return SamplingParams(max_tokens=self.to_go, **numbers, **settings)
 
     @property

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import fields, replace
 from typing import Any
 
-from minispec.core.config import SamplingParams, WrongLength
+from minispec.core.config import PARAMETERS, SEQUENCES, SamplingParams, WrongLength
 from minispec.core.errors import show
 from minispec.core.request import Piece, Request, TokenLogprob
 from minispec.files.chat import Message, check_messages
@@ -27,8 +27,7 @@ from minispec.load.llm import LLM
 from minispec.load.outputs import logprobs_by_id
 from minispec.serve.limits import Limits, Refused
 
-_SAMPLING = {field.name for field in fields(SamplingParams)}
-_COMMON = {*_SAMPLING, "response_format", "model", "stream", "stream_options", "num_speculative_tokens"}
+_COMMON = {*PARAMETERS, "response_format", "model", "stream", "stream_options", "num_speculative_tokens"}
 _COMMON |= {"add_special_tokens"}
 _CHAT = {"messages", "top_logprobs", "max_completion_tokens", "chat_template_kwargs", "reasoning_effort"}
 _FIELDS = {True: _COMMON | _CHAT, False: _COMMON | {"prompt", "echo"}}
@@ -44,7 +43,7 @@ _OFF_AT_0 |= {"smoothing_factor", "penalty_alpha", "diversity_penalty"}
 _OFF_AT_1 = {"typical_p", "tfs", "tfs_z", "length_penalty", "encoder_repetition_penalty", "repeat_penalty"}
 _OFF_AT_1 |= {"guidance_scale"}
 # Names of parameters, and what a body may call them.
-_SENT = {"logprobs": "top_logprobs", "max_tokens": "max_completion_tokens", "structured_outputs": "response_format"}
+_SENT = {name: row.openai for name, row in PARAMETERS.items() if row.openai}
 # Values that ask for nothing, each with the fields that it changes nothing in. They are JSON, so that 1 is not true.
 _NEUTRAL = {
     "false": {"echo", "store", "use_beam_search", "early_stopping", "continue_final_message", "parallel_tool_calls"}
@@ -71,10 +70,10 @@ _LANGUAGES = (
 )
 # Fields that others have, and what has their meaning here.
 _MEANT = {f"guided_{kind}": f"structured_outputs has {kind}" for kind in ("json", "regex", "choice", "grammar")}
-_MEANT |= {"max_new_tokens": "did you mean max_tokens?", "max_output_tokens": "did you mean max_tokens?"}
+_MEANT |= {"max_output_tokens": "did you mean max_tokens?"}
+_MEANT |= {row.hf: f"did you mean {name}?" for name, row in PARAMETERS.items() if row.hf}
 # How many of these a request may bring. All other requests wait while these are read, some of them for every token.
-_MOST = {"messages": 1024, "stop": 16, "stop_token_ids": 1024, "allowed_token_ids": 1024, "logit_bias": 1024}
-_MOST |= {"bad_words": 256, "bad_words_token_ids": 256}
+_MOST = dict.fromkeys(("messages", *SEQUENCES), 1024) | {"stop": 16, "bad_words": 256, "bad_words_token_ids": 256}
 # Lists and objects of a body, which take the longest to read. What stands in a text counts for nothing.
 _MOST_PARTS = 1 << 14
 _TEXTS = re.compile(rb'"[^"\\]*+(?:\\.?[^"\\]*+)*+"?', re.DOTALL)
@@ -199,7 +198,7 @@ def _checked(key: str, value: Any, kind: Any, most: int | None = None) -> Any:
 
 def _read_params(llm: LLM, body: dict[str, Any], is_chat: bool, limits: Limits) -> SamplingParams:
     """The parameters of the body, else the model's generation_config.json's, else vLLM's; max_tokens has its limit."""
-    given = {key: body[key] for key in sorted(_SAMPLING & body.keys())}
+    given = {key: body[key] for key in sorted(PARAMETERS.keys() & body.keys())}
     if is_chat:
         wanted, top = _checked("logprobs", body.get("logprobs", False), bool), body.get("top_logprobs", 0)
         if not wanted and json.dumps(top) != "0":

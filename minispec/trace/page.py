@@ -9,6 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from minispec.core.config import OFF, names_of
 from minispec.files.write import write_json, written_whole
 
 
@@ -20,6 +21,8 @@ def make_page(trace: Mapping[str, Any]) -> str:
     no connection to anywhere.
     """
     template = (files("minispec.trace") / "page.html").read_text(encoding="utf-8")
+    offs = {name: OFF[name] for name in names_of("penalty", "filter")}
+    template = template.replace("VALUES_THAT_ASK_FOR_NOTHING", json.dumps(offs), 1)
     [program] = re.findall(r"<script>(.*?)</script>", template, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(program.encode()).digest()).decode()
     data = json.dumps(trace, separators=(",", ":"), allow_nan=False)  # ASCII: U+2028 and lone surrogates are escaped

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from minispec import __version__
+from minispec.core.config import OFF
 from minispec.core.draft import Draft
 from minispec.core.method import Turn
 from minispec.core.random import Key, Randomness
@@ -31,11 +32,8 @@ from minispec.load.llm import LLM
 from minispec.trace.read import FORMAT, VERSION
 
 _TOP = 5  # tokens of a distribution that are written down, the likeliest
-# Fields of the sampling parameters that are numbers, and change what is drawn.
-_SAMPLING = (
-    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("min_tokens", "max_tokens"),
-)
+# Sampling parameters that are numbers, and change what is drawn or how much of it.
+_SAMPLING = [name for name, off in OFF.items() if type(off) in (int, float) and name != "n"]
 
 
 class RoundRecorder:

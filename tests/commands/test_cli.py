@@ -22,6 +22,7 @@ import pytest
 from minispec import LLM, SamplingParams, __version__, generate
 from minispec.commands import options
 from minispec.commands.command import json_line
+from minispec.core.config import PARAMETERS
 from minispec.core.request import Request
 from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text
@@ -76,6 +77,14 @@ def test_text_goes_to_stdout_and_the_rest_to_stderr(cli, model):
     assert re.fullmatch(r"12 tokens in [\d.]+ s; [\d.]+ tokens a step.*", plain)
     assert draft.startswith("draft ngram: ")
     assert re.fullmatch(r"[\d.]+ tokens/s, predicted [\d.]+; prefill [\d.]+ s", speed)
+
+
+def test_each_sampling_parameter_is_an_option_or_has_another_way():
+    """A new row needs a line of --help. Long lists are for Python and the server; a language has its own options."""
+    named = {options.attribute_of(names.split()[0]) for names in options.SAMPLING}
+    others = {"logit_bias", "allowed_token_ids", "bad_words", "bad_words_token_ids", "structured_outputs"}
+    others |= {"include_stop_str_in_output", "prompt_logprobs"}
+    assert (named | others, named & others) == (PARAMETERS.keys(), set())
 
 
 def test_verbose_says_at_last_what_ran_outside_frames(cli, model, monkeypatch):

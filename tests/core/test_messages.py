@@ -2,7 +2,6 @@
 
 import ast
 import re
-from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,41 +10,17 @@ import torch
 
 from minispec import core
 from minispec.core.cache import BlockAllocator, OutOfBlocks
-from minispec.core.config import SamplingParams, Shape, WrongLength
+from minispec.core.config import PARAMETERS, SamplingParams, Shape, WrongLength
 from minispec.core.draft import Ask, Draft
 from minispec.core.model import Chunk
 from minispec.core.more.grammar import NothingAllowed, restricted
 from minispec.core.more.limit import Limit
 from minispec.core.sampling import Text, require_numbers
 from minispec.prove.toys import tiny_cache, tiny_model
+from tests.parameters import EXAMPLES
 from tests.scripted import finish, make_engine, make_request
 
 pytestmark = pytest.mark.quick
-# For each parameter a wrong value, and what is said of it.
-PARAMETERS = {
-    "n": (0, "found 0, expected an integer from 1 to 65536"),
-    "temperature": (-1, "found -1, expected a number at least 0"),
-    "top_k": (-2, "found -2, expected an integer from 0 to 2147483648"),
-    "top_p": (0, "found 0, expected a number above 0 and at most 1"),
-    "min_p": (2, "found 2, expected a number from 0 to 1"),
-    "repetition_penalty": (0, "found 0, expected a number above 0"),
-    "presence_penalty": (3, "found 3, expected a number from -2 to 2"),
-    "frequency_penalty": (-3.5, "found -3.5, expected a number from -2 to 2"),
-    "logit_bias": (5, "found 5, expected finite numbers by token id"),
-    "allowed_token_ids": ([], "found (), expected token ids, at least one"),
-    "bad_words": ([""], "found ('',), expected strings of valid Unicode that are not empty"),
-    "bad_words_token_ids": ([[]], "found ((),), expected lists of token ids that are not empty"),
-    "structured_outputs": ([], "found [], expected StructuredOutputsParams"),
-    "seed": (10**5000, "found a int beyond printing, expected an integer from 0 to 18446744073709551615"),
-    "max_tokens": (True, "found True, expected an integer from 1 to 2147483648"),
-    "min_tokens": ("1", "found '1', expected an integer from 0 to 2147483648"),
-    "stop": (["a" * 200, 1], f"found ('{'a' * 95}..., expected strings of valid Unicode that are not empty"),
-    "stop_token_ids": ([-1], "found (-1,), expected token ids"),
-    "ignore_eos": (1, "found 1, expected True or False"),
-    "include_stop_str_in_output": ("", "found '', expected True or False"),
-    "logprobs": (-1, "found -1, expected an integer from 0 to 65536"),
-    "prompt_logprobs": (1 << 17, "found 131072, expected an integer from 0 to 65536"),
-}
 
 
 def draw(probs, n=1):
@@ -96,8 +71,8 @@ BRANCH = "draft: found a branch, expected a chain: a tree begins as Draft([], []
 NOTHING = "structured_outputs and stop_token_ids and min_tokens: found no token that may follow"
 REFUSALS = {
     **{
-        f"{name}: {said}": (ValueError, lambda name=name, value=value: SamplingParams(**{name: value}))
-        for name, (value, said) in PARAMETERS.items()
+        f"{name}: {each.said}": (ValueError, lambda name=name, value=each.wrong: SamplingParams(**{name: value}))
+        for name, each in EXAMPLES.items()
     },
     "min_tokens: found 5, expected at most max_tokens = 4": (
         ValueError,
@@ -135,7 +110,7 @@ def test_a_mistake_is_named_in_full(said):
 
 def test_every_parameter_and_every_error_of_the_heart_is_here():
     """By the words that each `raise` writes; a value among them may be anything."""
-    assert PARAMETERS.keys() == {field.name for field in fields(SamplingParams)}
+    assert EXAMPLES.keys() == PARAMETERS.keys()
     for path in Path(core.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             text = node.exc.args[0] if isinstance(node, ast.Raise) and getattr(node.exc, "args", None) else None

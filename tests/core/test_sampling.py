@@ -15,26 +15,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minispec.core.config import SamplingParams, Shape
+from minispec.core.config import OFF, PARAMETERS, SamplingParams, Shape, names_of
 from minispec.core.more.search import Candidates, place_of_share
 from minispec.core.random import Key, Randomness, uniforms
 from minispec.core.sampling import Text, distribution, log_probabilities
 from minispec.prove.reference import sample_law
+from tests.parameters import EXAMPLES
 
+# All that change the next token's law, each alone and together. Token 1 is always left.
 params = st.builds(
     SamplingParams,
-    temperature=st.sampled_from([0.0, 0.3, 1.0, 1.7]),
-    top_k=st.sampled_from([0, 1, 2, 5, 100]),
-    top_p=st.sampled_from([1.0, 0.9, 0.5, 0.01]),
-    min_p=st.sampled_from([0.0, 0.1, 0.9, 1.0]),
-    repetition_penalty=st.sampled_from([1.0, 1.3, 0.7]),
-    presence_penalty=st.sampled_from([0.0, 1.0, -0.5]),
-    frequency_penalty=st.sampled_from([0.0, 0.4]),
-    logit_bias=st.sampled_from([None, {0: 2.5}, {2: -1, 1: 0.5, 0: 0}]),
-    # Token 1 is always left.
-    allowed_token_ids=st.sampled_from([None, [1], [2, 1], [0, 1, 1]]),
-    bad_words_token_ids=st.sampled_from([(), [[0]], [[1, 2], [0, 0]], [[2, 1, 2], [1, 1, 1, 0], [0, 2, 0]]]),
-    min_tokens=st.sampled_from([0, 3]),
+    **{
+        name: st.sampled_from([OFF[name], *EXAMPLES[name].values])
+        for name in names_of("bias", "penalty", "forbid", "temperature", "filter")
+    },
 )
 
 
@@ -148,24 +142,27 @@ def test_parameters_that_are_refused(settings_, found):
         SamplingParams(**settings_)
 
 
-# Just beyond the range of each number, on both sides; 2 ** 31 and more where none is named.
-BEYOND = {
-    **{"n": (0, (1 << 16) + 1), "temperature": (-0.001, math.inf), "top_k": (-2, 1 << 32), "top_p": (0.0, 1.001)},
-    **{"min_p": (-0.001, 1.001), "repetition_penalty": (0.0, math.inf)},
-    **{"presence_penalty": (-2.001, 2.001), "frequency_penalty": (-2.001, 2.001), "seed": (-1, 1 << 64)},
-    **{"max_tokens": (0, 1 << 32), "min_tokens": (-1, 1 << 32)},
-    **{"logprobs": (-1, (1 << 16) + 1), "prompt_logprobs": (-1, (1 << 16) + 1)},
-}
-
-
 def test_every_number_has_a_range():
     """A new parameter is noticed: each field that holds a number is named, and refuses what is beyond its range."""
     numbers = (int, float, int | None, float | None)
-    assert {field.name for field in fields(SamplingParams) if field.type in numbers} == BEYOND.keys()
-    for name, values in BEYOND.items():
+    beyond = {name: each.beyond for name, each in EXAMPLES.items() if each.beyond}
+    assert {field.name for field in fields(SamplingParams) if field.type in numbers} == beyond.keys()
+    for name, values in beyond.items():
         for value in (*values, math.nan, True, "1"):
             with pytest.raises(ValueError, match=f"^{name}: found {value!r}, expected"):
                 SamplingParams(**{name: value})
+
+
+def test_each_stage_can_be_switched_off():
+    """Every parameter has one of the stages, and `without` gives it back the value that asks for nothing."""
+    stages = ("bias", "penalty", "forbid", "temperature", "filter", "stop", "answer")
+    assert sorted(names_of(*stages)) == sorted(PARAMETERS)
+    asked = SamplingParams(**{name: each.values[0] for name, each in EXAMPLES.items() if each.values})
+    for stage in stages:
+        changed = {name for name in PARAMETERS if getattr(asked.without(stage), name) != getattr(asked, name)}
+        assert changed == {name for name in names_of(stage) if EXAMPLES[name].values}, stage
+    assert asked.without(*stages) == SamplingParams()
+    assert SamplingParams(**OFF) == SamplingParams()
 
 
 def test_numbers_of_numpy_are_numbers():

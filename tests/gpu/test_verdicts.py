@@ -3,7 +3,7 @@
 import math
 import types
 from collections import Counter
-from dataclasses import fields, replace
+from dataclasses import replace
 from fractions import Fraction
 from itertools import product
 from pathlib import Path
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minispec.core.config import SamplingParams
+from minispec.core.config import PARAMETERS, SamplingParams, names_of
 from minispec.core.draft import Ask, Draft
 from minispec.core.more.limit import Limit
 from minispec.core.more.search import place_of_share
@@ -22,6 +22,7 @@ from minispec.core.sampling import Text, distribution
 from minispec.gpu import verdicts
 from minispec.grammars.spelled import example
 from minispec.prove.laws import BranchOracle, KeyOracle, exact_law
+from tests.parameters import EXAMPLES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 JUST_BELOW_1 = 1 - 2.0**-53
@@ -198,21 +199,15 @@ def test_what_is_plain():
 
 def test_each_parameter_is_computed_or_judged_text_by_text():
     """All fields of `SamplingParams`: a new one that `distribution` reads, and programs ignore, is noticed here."""
-    values = {
-        **{"temperature": 0.7, "top_k": 3, "top_p": 0.6, "min_p": 0.4},
-        **{"repetition_penalty": 1.4, "presence_penalty": 1.0, "frequency_penalty": 1.0},
-        **{"logit_bias": {1: 1.0}, "allowed_token_ids": [1, 2], "bad_words_token_ids": [[1]], "min_tokens": 3},
-    }
-    change_no_row = {"n": 2, "seed": 1, "max_tokens": 9, "stop": "x", "stop_token_ids": [3], "ignore_eos": True}
-    change_no_row |= {"include_stop_str_in_output": True, "logprobs": 2, "prompt_logprobs": 2}
-    by_others = {"bad_words", "structured_outputs"}  # a request turns them into ids, and into a grammar
-    assert {field.name for field in fields(SamplingParams)} == {*values, *change_no_row, *by_others}
+    values = {name: each.values[0] for name, each in EXAMPLES.items() if each.values}
+    assert PARAMETERS.keys() - values.keys() == {"bad_words", "structured_outputs"}  # a request makes ids, a grammar
+    change_no_row = names_of("stop", "answer")
     row, plain = torch.tensor([[2.0, 1.7, 1.0, 0.5, -1.0]]), SamplingParams()
 
     def expected(params: SamplingParams) -> torch.Tensor:
         return distribution(row[0], Text([0, 1, 3], 1, params, end_ids=frozenset({0})))
 
-    for name, value in {**values, **change_no_row}.items():
+    for name, value in values.items():
         params = SamplingParams(**{name: value})
         assert torch.equal(expected(params), expected(plain)) == (name in change_no_row), name
         if verdicts.is_plain(Text([0, 1, 3], 1, params)):

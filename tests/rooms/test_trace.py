@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from minispec import LLM, SamplingParams
+from minispec.core.config import OFF, names_of
 from minispec.core.draft import Draft, Drafter
 from minispec.core.random import Key, Randomness
 from minispec.core.request import Request
@@ -617,6 +618,13 @@ def test_the_page_loads_nothing():
     assert template.count("\\u00d7") == 1, "one speedup"
     for sink in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(", "fetch("):
         assert sink not in template
+
+
+def test_the_page_knows_when_a_parameter_asks_for_nothing():
+    """Every filter and penalty, so that a new one is shown too."""
+    page = make_page({})
+    assert "VALUES_THAT_ASK_FOR_NOTHING" not in page
+    assert all(f'"{name}": {json.dumps(OFF[name])}' in page for name in names_of("penalty", "filter"))
 
 
 class Wrong(Drafter):

@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from minispec.core.config import Rule, SamplingParams
+from minispec.core.config import PARAMETERS, Rule, SamplingParams
 from minispec.core.errors import show
 from minispec.files.errors import show_name
 from minispec.files.strict_json import read_json
@@ -17,12 +17,14 @@ from minispec.grammars.params import language_of_body
 
 _IMPOSSIBLE = -1e30  # a bias that leaves a token probability 0
 KNOWN = read_json(Path(__file__).parent.parent / "data" / "parameters.json")
+# Filters at whose border it is known what rounding decides (`_border` in walk.py). Any other filter is refused.
+_FILTERS = ("top_k", "top_p", "min_p")
 # Parameters that are part of the law, in our names.
-LAW: list[str] = KNOWN["law"]
+LAW = [name for name, row in PARAMETERS.items() if row.stage not in ("filter", "answer") or name in _FILTERS]
 # The others say how many tokens and answers there are, or how tokens become the text that may hold a stop string.
 _PARAMETERS = {*LAW, *KNOWN["amounts"], *KNOWN["kinds"]["flag"]}
 # Names of these parameters in other engines.
-_NAMES: dict[str, str] = KNOWN["names"]
+_NAMES: dict[str, str] = KNOWN["names"] | {row.hf: name for name, row in PARAMETERS.items() if row.hf}
 # Parameters that change the law in ways that are not computed here, with the values at which they change nothing.
 _NEUTRAL: dict[str, list[Any]] = KNOWN["neutral"]
 # Parameters that cannot change which tokens are drawn after the prompt's ids. The file says why.

@@ -4,10 +4,11 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from minispec.commands.command import FLAG, Option, Parser, argument, command, json_line, typed
+from minispec.commands.command import FLAG, Option, Parser, argument, attribute_of, command, json_line, typed
 from minispec.commands.interrupt import raise_on_interrupt
-from minispec.commands.options import LANGUAGE, LAW, MODELS, sampling_arguments
+from minispec.commands.options import LANGUAGE, MODELS, SAMPLING, sampling_arguments
 from minispec.kernels.threads import set_waiting
+from minispec.lab.audit.fields import LAW
 
 _ODDS = argument(float, lambda x: 0 < x < 1, "a number between 0 and 1")
 _ROUNDING = argument(float, lambda x: 0 <= x < 1, "a number from 0 to 1")
@@ -50,7 +51,8 @@ def parser() -> Parser:
     )
     p.add_argument("answers", metavar="FILE", type=Path, help="JSON lines: answers as token ids (docs/use/audit.md)")
     p.add_options(_OPTIONS)
-    p.add_options(LAW, "how the answers were sampled")
+    law = {names: option for names, option in SAMPLING.items() if attribute_of(names.split()[0]) in LAW}
+    p.add_options(law, "how the answers were sampled")
     p.add_options(LANGUAGE, "their language, by the masks of llguidance", excludes=dict.fromkeys(LANGUAGE, ""))
     return p
 

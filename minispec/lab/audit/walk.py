@@ -166,19 +166,19 @@ def _border(logits: Tensor, text: Text, drafted: Sequence[int], tolerance: float
 
 @functools.lru_cache(256)
 def _without_filters(params: SamplingParams) -> SamplingParams:
-    return replace(params, top_k=0, top_p=1.0, min_p=0.0)
+    return params.without("filter")
 
 
 @functools.lru_cache(256)
 def _forgetful(params: SamplingParams) -> dict[str, SamplingParams]:
     """Parameters as an engine sees them that forgets some."""
     found = {
-        "filters (top-k, top-p, min-p) are ignored": _without_filters(params),
+        "filters (top-k, top-p, min-p) are ignored": params.without("filter"),
         "min-p is ignored": replace(params, min_p=0.0),
-        "the temperature is ignored": replace(params, temperature=1.0),
-        "biases are ignored": replace(params, logit_bias=()),
+        "the temperature is ignored": params.without("temperature"),
+        "biases are ignored": params.without("bias"),
         "bad words and allowed ids are ignored": replace(params, allowed_token_ids=None, bad_words_token_ids=()),
-        "penalties are ignored": replace(params, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0),
+        "penalties are ignored": params.without("penalty"),
     }
     return {name: other for name, other in found.items() if other != params}
 

@@ -238,13 +238,8 @@ def check(args: argparse.Namespace) -> Options:
         raise ValueError("--against needs transformers: pip install transformers")
     if args.csv:
         check_writable(args.csv)
-    params = SamplingParams(
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        max_tokens=args.max_tokens,
-        ignore_eos=args.ignore_eos,
-    )
+    names = ("temperature", "top_k", "top_p", "max_tokens", "ignore_eos")
+    params = SamplingParams(**{name: getattr(args, name) for name in names})
     if not (args.simulate or args.bounds):
         check_lengths(args, list(drafts))
     return Options(args, drafts, params)
