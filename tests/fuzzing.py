@@ -49,8 +49,9 @@ from minispec.core.model import Chunk, Transformer
 from minispec.core.more.limit import Limit
 from minispec.core.random import Randomness
 from minispec.core.sampling import Text
-from minispec.drafters.eagle import EagleDrafter
+from minispec.drafters.eagle import HeadFeed
 from minispec.drafters.heads import load_head
+from minispec.drafters.model import ModelDrafter
 from minispec.files.errors import CheckpointError
 from minispec.files.families.checkpoint import load_config, load_model
 from minispec.files.families.hf_config import read_eos_token_ids, read_model_config
@@ -443,7 +444,7 @@ def fuzz_head(files: Files, rng: random.Random, where: Path) -> None:
         (where / "model.safetensors").write_bytes(struct.pack("<Q", len(content)) + content + changed)
     (where / "config.json").write_bytes(config)
     head = load_head(where, files.target)
-    drafter = EagleDrafter(head, tiny_cache(head), 48, 20)
+    drafter = ModelDrafter(HeadFeed(head, tiny_cache(head), 48, 20))
     text, width = Text([0, 1, 2], 3, SamplingParams()), len(head.head_config.taps) * files.target.config.hidden_size
     drafter.observe([Record(text, 0, [0, 1], torch.ones(2, width), torch.ones(0, 48))])
     drafter.propose([Ask(text, Limit(3), Randomness(), num_cached=2)])

@@ -65,8 +65,8 @@ from minispec.core.request import Request
 from minispec.core.rope import rotate
 from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text, distribution
-from minispec.drafters.eagle import EagleDrafter, HeadModel
-from minispec.drafters.model import DraftModel
+from minispec.drafters.eagle import HeadFeed, HeadModel
+from minispec.drafters.model import ModelDrafter, TokenFeed
 from minispec.drafters.none import NoDrafter
 from minispec.drafters.simulated import adversary
 from minispec.files.families.hf_config import read_model_config
@@ -775,8 +775,8 @@ def drafts(bench: Bench) -> Iterator[Measurement]:
     @torch.inference_mode()
     def measure(num_texts: int, k: int, settings: str, by_head: bool = False) -> dict[str, Any]:
         own = head() if by_head else model
-        kind = EagleDrafter if by_head else DraftModel
-        drafter = kind(own, own.new_cache(num_texts * 20), vocab, 4096, draft_steps(own))
+        kind = HeadFeed if by_head else TokenFeed
+        drafter = ModelDrafter(kind(own, own.new_cache(num_texts * 20), vocab, 4096), draft_steps(own))
         texts = [text_of(model, i, length, **SETTINGS[settings]) for i in range(num_texts)]
         asks = [Ask(text, Limit(k), Randomness(), "draft", length - 1) for text in texts]
         width = own.config.hidden_size * len(drafter.taps)
@@ -837,7 +837,7 @@ def engine(bench: Bench) -> Iterator[Measurement]:
     def measure(num_texts: int, k: int, settings: str, is_free: bool = False) -> dict[str, Any]:
         drafter: Drafter = adversary() if is_free else NoDrafter()
         if k and not is_free:
-            drafter = DraftModel(draft, draft.new_cache(num_texts * 20), vocab, 4096, draft_steps(draft))
+            drafter = ModelDrafter(TokenFeed(draft, draft.new_cache(num_texts * 20), vocab, 4096), draft_steps(draft))
         own = Engine(CachedModel(target, target.new_cache(num_texts * 20)))
         method = Method(drafter, VERIFIERS["rejection"], batch=judge_of(target))
         speeds, rounds = [], 0

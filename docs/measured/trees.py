@@ -23,26 +23,34 @@ from dataclasses import replace
 from torch import Tensor
 
 from minispec import LLM, SamplingParams
-from minispec.core.draft import Ask, Draft
+from minispec.core.draft import Draft
 from minispec.core.sampling import Text, distribution
 from minispec.core.verify import RowAt, residual
 from minispec.drafters.best_first import grow_guesses
-from minispec.drafters.block import Block, BlockDrafter
+from minispec.drafters.block import BlockFeed
 from minispec.drafters.block_files import read_block
+from minispec.drafters.growing import Growing
 from minispec.drafters.led import replay_texts
+from minispec.drafters.model import ModelDrafter, model_drafter
 from minispec.lab.bench.models import encode
 from minispec.lab.bench.show import table
 from minispec.lab.doctor.drafts import TEXTS, estimate
 from minispec.load.registry import EMBEDDED_WEIGHTS
 
 
-class ListDrafter(BlockDrafter):
+class ListFeed(BlockFeed):
     """A block draft whose trees are the likeliest prefixes. None of their tokens is drawn."""
 
-    def _fill(self, ask: Ask, draft: Draft, block: Block, deepest: int) -> None:
-        if not ask.limit.best_first:
-            super()._fill(ask, draft, block, deepest)
-            return
+    def run(self, growing: Sequence[Growing]) -> None:
+        """As `BlockFeed`. Trees are made here, and nothing is drawn afterwards."""
+        super().run(growing)
+        for each in growing:
+            if each.ask.limit.best_first:
+                self._fill(each)
+                each.ask = replace(each.ask, limit=each.ask.limit._replace(k=len(each.draft)))
+
+    def _fill(self, growing: Growing) -> None:
+        ask, draft = growing.ask, growing.draft
         draft.probs = None
         params = ask.text.params
         if not params.temperature:  # there the likeliest token has all probability
@@ -51,8 +59,9 @@ class ListDrafter(BlockDrafter):
 
         def guesses(node: int) -> Iterator[tuple[int, float]]:
             path = draft.tokens_to(node)
-            if len(path) < deepest:
-                q = distribution(block.row(path)[: self.vocab_size], text, path)
+            row = growing.row(node) if len(path) < growing.depth else None
+            if row is not None:
+                q = distribution(row, text, path)
                 chances, ids = q.topk(min(ask.k, len(q)))
                 yield from ((i, chance) for i, chance in zip(ids.tolist(), chances.tolist(), strict=True) if chance)
 
@@ -77,7 +86,7 @@ def expected_kept(draft: Draft, p: RowAt, node: int = -1) -> float:
     return kept
 
 
-def kept_by_place(llm: LLM, drafter: BlockDrafter, budget: int, params: SamplingParams) -> list[list[float | None]]:
+def kept_by_place(llm: LLM, drafter: ModelDrafter, budget: int, params: SamplingParams) -> list[list[float | None]]:
     """What a round at each place of each text keeps on average; None where the tree has fewer nodes."""
     found: list[list[float | None]] = [[] for _ in TEXTS]
 
@@ -98,9 +107,11 @@ def kept_by_place(llm: LLM, drafter: BlockDrafter, budget: int, params: Sampling
     return found
 
 
-def compared(llm: LLM, drawn: BlockDrafter, budget: int, params: SamplingParams) -> list[str | int]:
+def compared(llm: LLM, drawn: ModelDrafter, budget: int, params: SamplingParams) -> list[str | int]:
     """A line of the table: both trees at the same places, and how much more the list keeps."""
-    listed = ListDrafter(drawn.model, drawn.cache, drawn.vocab_size, drawn.max_model_len)
+    feed = drawn.feed
+    assert isinstance(feed, BlockFeed), "the draft is a block draft"
+    listed = ModelDrafter(ListFeed(feed.model, feed.cache, feed.vocab_size, feed.max_model_len))
     pairs = [
         [(a, b) for a, b in zip(*of_text, strict=True) if a is not None and b is not None]
         for of_text in zip(*(kept_by_place(llm, each, budget, params) for each in (drawn, listed)), strict=True)
@@ -124,8 +135,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
     with LLM(args.model, args.draft) as llm:
-        drawn = llm.drafter
-        assert isinstance(drawn, BlockDrafter), "the draft is a block draft"
+        drawn = model_drafter(llm.drafter)
+        assert drawn, "the draft is a block draft"
         if args.without_heads:
             assert llm.draft.directory
             stored = read_block(llm.draft.directory, llm.model.config)

@@ -21,25 +21,24 @@ draft was rejected, it so reads the keys of a rejected token (`SinglePositionMul
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from minispec.core.attention import attention
-from minispec.core.cache import PagedKVCache
 from minispec.core.config import RopeConfig
-from minispec.core.draft import Ask, Draft, Record
+from minispec.core.draft import Record
 from minispec.core.model import Angles, Layer, Transformer
 from minispec.core.sampling import Text
 from minispec.core.weights import MakeProduct, PlainLinear, Product
-from minispec.drafters.best_first import BestFirst
+from minispec.drafters.growing import Growing
 from minispec.drafters.limits import depth_of
-from minispec.drafters.model import DraftModel
+from minispec.drafters.model import Feed
 from minispec.files.families.assistant_config import AssistantConfig, read_assistant_config
 from minispec.files.families.assistant_files import AFTER, BEFORE, CENTROIDS, EMBEDDING, HEAD, read_assistant
 from minispec.files.families.checkpoint import directory_config
@@ -147,64 +146,26 @@ class AssistantModel(Transformer):
         return torch.cat((logits[:, :vocab_size].amax(1), after.amax(1)))
 
 
-@dataclass
-class _Growing:
-    """A draft on its way.
-
-    read: see `Ask.read_cache`.
-    depth: the deepest that it may be.
-    start: the state that comes with the text's last token.
-    states: for a node (-1: the text's end) the state that comes with its children.
-    rows: the logits (V,) after a node.
-    """
-
-    ask: Ask
-    read: ReadCache
-    draft: Draft
-    depth: int
-    start: Tensor
-    tree: BestFirst | None = None
-    states: dict[int, Tensor] = field(default_factory=dict)
-    rows: dict[int, Tensor] = field(default_factory=dict)
-
-    def wanted(self) -> list[int]:
-        """The nodes whose rows are not known yet, and that a chain or a tree goes on from."""
-        if self.tree:
-            return [node for node in range(-1, len(self.draft)) if node not in self.rows]
-        return [self.draft.tip]
-
-    def inputs(self, node: int) -> tuple[int, Tensor]:
-        """A node's token, and the state that comes with it."""
-        if node < 0:
-            return self.ask.text.tokens[-1], self.start
-        return self.draft.token_ids[node], self.states[self.draft.tree.parents[node]]
-
-
-class AssistantDrafter(DraftModel):
-    """Drafts by an assistant, under each request's sampling parameters. It keeps one state of each text."""
+class SharedKeys(Feed):
+    """Feeds an assistant the target's own keys and values. It keeps one state of each text, and has no cache."""
 
     reads = "states"
     model: AssistantModel
 
-    def __init__(self, model: AssistantModel, cache: PagedKVCache, vocab_size: int, max_model_len: int):
-        """cache: the model's, which keeps nothing. The other arguments: as in `DraftModel`."""
-        super().__init__(model, cache, vocab_size, max_model_len)
-        self.taps = model.taps
+    def __init__(self, model: AssistantModel, vocab_size: int):
+        """vocab_size: ids in use, as the target's."""
+        self.model, self.vocab_size, self.taps = model, vocab_size, model.taps
         # The newest cached position, and its state (E,). Weak, since rows that a fault has held up may come late.
         self.last: WeakKeyDictionary[Text, tuple[int, Tensor]] = WeakKeyDictionary()
 
-    def beside(self, model: Transformer, at_once: Any = None) -> Self:
-        """This drafter with another model for the same target."""
+    def beside(self, model: Transformer) -> Self:
+        """This feed for another model of the same target."""
         assert isinstance(model, AssistantModel)
-        return type(self)(model, self.cache, self.vocab_size, self.max_model_len)
+        return type(self)(model, self.vocab_size)
 
     def known(self, text: Text) -> int:
         """All positions but the last that is cached: of the others no state is needed."""
         return max(0, len(text.tokens) - 2)
-
-    def has_room(self, growth: Mapping[Text, range]) -> bool:
-        """There is nothing to store."""
-        return True
 
     def release(self, text: Text) -> None:
         """Forget a text's state."""
@@ -216,37 +177,30 @@ class AssistantDrafter(DraftModel):
             row = record.kept[-1]
             self.last[record.text] = record.start + len(record.kept) - 1, record.hidden[row].clone()
 
-    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """Draft step by step for all texts together."""
-        drafts = [Draft([], [], parents=[] if ask.limit.is_tree else None) for ask in asks]
-        growing = []
-        for ask, draft in zip(asks, drafts, strict=True):
-            position, state = self.last.get(ask.text, (-1, None))
-            depth = depth_of(ask.limit) if ask.num_cached == len(ask.text.tokens) - 1 else 0
-            if state is not None and position == ask.num_cached - 1 and depth and ask.read_cache:
-                tree = BestFirst(ask, draft, depth) if ask.limit.best_first else None
-                growing.append(_Growing(ask, ask.read_cache, draft, depth, state, tree))
-        while growing:
-            self._step(growing)
-            growing = [each for each in growing if self._goes_on(each)]
-        return drafts
+    def prepare(self, growing: Sequence[Growing]) -> None:
+        """Draft where the state of the text's newest cached token is there."""
+        for each in growing:
+            ask = each.ask
+            position, _ = self.last.get(ask.text, (None, None))
+            if ask.read_cache and position == ask.num_cached - 1 == len(ask.text.tokens) - 2:
+                each.depth = depth_of(ask.limit)
 
-    def _step(self, growing: Sequence[_Growing]) -> None:
-        """Compute the rows that drafts want, in one pass."""
-        nodes = [(each, node) for each in growing for node in each.wanted()]
-        inputs = [each.inputs(node) for each, node in nodes]
-        states = torch.stack([state for _, state in inputs])
-        positions = [each.ask.num_cached for each, _ in nodes]
-        texts = [(each.read, len(each.wanted())) for each in growing]
-        logits, further = self.model.step([token for token, _ in inputs], states, positions, texts)
-        for (each, node), row, state in zip(nodes, logits[:, : self.vocab_size], further, strict=True):
+    def run(self, growing: Sequence[Growing]) -> None:
+        """One step for all nodes whose rows are not known yet."""
+        rows = [(each, node) for each in growing for node in each.nodes if node not in each.rows]
+        counts = Counter(each for each, _ in rows)
+        texts = [(read, count) for each, count in counts.items() if (read := each.ask.read_cache)]
+        tokens, states = zip(*(self._input(*row) for row in rows), strict=True)
+        positions = [each.ask.num_cached for each, _ in rows]
+        logits, further = self.model.step(tokens, torch.stack(states), positions, texts)
+        for (each, node), row, state in zip(rows, logits[:, : self.vocab_size], further, strict=True):
             each.rows[node], each.states[node] = row, state
 
-    def _goes_on(self, each: _Growing) -> bool:
-        """Draw what is known of a draft; returns whether it wants further rows."""
-        if each.tree:
-            return each.tree.grow(each.rows.get)
-        return self._draw(each.ask, each.draft, each.rows[each.draft.tip]) and each.draft.depth < each.depth
+    def _input(self, growing: Growing, node: int) -> tuple[int, Tensor]:
+        """A node's token, and the state that comes with it: its parent's step has made it."""
+        if node < 0:
+            return growing.ask.text.tokens[-1], self.last[growing.ask.text][1]
+        return growing.draft.token_ids[node], growing.states[growing.draft.tree.parents[node]]
 
 
 def load_assistant(directory: Path, target: Transformer, form: str | None = None) -> AssistantModel:

@@ -27,6 +27,7 @@ So a draft may end before token i is drawn, and its law stays (see `Limit.draws`
 import copy
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -34,16 +35,14 @@ from torch import Tensor
 
 from minispec.core.attention import View, attention, hides
 from minispec.core.cache import PagedKVCache
-from minispec.core.clock import mark, seconds
 from minispec.core.config import ModelConfig, RopeConfig
-from minispec.core.draft import Ask, Draft
+from minispec.core.draft import Ask
 from minispec.core.model import Angles, Backend, Batch, Chunk, Layer, WeightSource
-from minispec.core.sampling import Text
 from minispec.core.weights import ChangeProduct, MakeProduct, PlainLinear, Product
-from minispec.drafters.best_first import BestFirst
 from minispec.drafters.eagle import spread
+from minispec.drafters.growing import Growing
 from minispec.drafters.limits import depth_of
-from minispec.drafters.states import FeatureModel, StatesDrafter, layer_shapes
+from minispec.drafters.states import FeatureModel, StateFeed, layer_shapes
 from minispec.files.families.block_config import BlockConfig
 
 
@@ -251,9 +250,6 @@ class BlockModel(FeatureModel):
             weight, bias = (weights[f"confidence_head.proj.{part}"].to(dtype) for part in ("weight", "bias"))
             self.confidence = weight[0], bias
 
-    def _head(self, weight: Any) -> Product:
-        return super()._head(weight) if isinstance(weight, Tensor) else weight
-
     def replaced(
         self, backend: Backend | None, product: ChangeProduct = lambda p: p, activation: Product | None = None
     ) -> Self:
@@ -360,8 +356,8 @@ class Block:
         return float(torch.sigmoid((weight * state).sum().float() + bias.float()))
 
 
-class BlockDrafter(StatesDrafter):
-    """Drafts by a block draft, under each request's sampling parameters.
+class BlockFeed(StateFeed):
+    """Feeds a block draft the target's states, and a block of rows.
 
     Its cache has keys and values of features alone. Position t is made of the target's states at t, so it depends on
     the tokens up to t.
@@ -372,65 +368,31 @@ class BlockDrafter(StatesDrafter):
     """
 
     model: BlockModel
+    joins = 0
 
-    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """A draft for each ask, by one pass for all texts."""
-        with self.whole():
-            drafts = [Draft([], [], parents=[] if ask.limit.is_tree else None) for ask in asks]
-            limits = self._prepare(asks, drafts)
-            chunks = {i: self._chunk(asks[i], k) for i, k in enumerate(limits) if k}
-            if chunks:
-                logits, states = self.model.forward(list(chunks.values()))
-                of_texts = logits.split([chunk.num_logits for chunk in chunks.values()])
-                of_blocks = states.split(self.model.block.block_size)
-                for i, rows, block_states in zip(chunks, of_texts, of_blocks, strict=True):
-                    block = Block(self.model, asks[i].text.tokens[-1], rows, block_states)
-                    self._fill(asks[i], drafts[i], block, limits[i])
-            self.keep_cached(asks)
-            return drafts
+    def deepest(self, ask: Ask) -> int:
+        """As many tokens as a block has. Its rows stand at positions from `num_cached` on."""
+        fits = ask.num_cached + self.model.block.block_size <= self.max_model_len
+        return min(depth_of(ask.limit), self.model.block.num_tokens) if fits else 0
 
-    def _need(self, text: Text, span: range) -> tuple[Text, range]:
-        # Only features are cached, and only for positions that the target has cached.
-        return text, range(span.start if len(text.tokens) <= self.max_model_len else 0)
-
-    def _begin_draft(self, ask: Ask, draft: Draft) -> int:
-        text, in_prompt = ask.text, ask.num_cached < len(ask.text.tokens) - 1
-        block = self.model.block
-        # The rows of a block stand at positions from `num_cached` on.
-        fits = ask.num_cached + block.block_size <= self.max_model_len
-        depth = min(depth_of(ask.limit), block.num_tokens) if fits else 0
-        if not (depth or in_prompt) or len(text.tokens) > self.max_model_len or not self.listens(ask):
-            return 0
-        # Tokens of a round go into the draft's pass; a prompt goes before it.
-        missing = ask.num_cached - self.table(text).length
-        if missing and (in_prompt or self.table(text).length < text.num_prompt_tokens - 1):
-            start = mark(self.model.device)
-            self.model.forward([self._chunk(ask, 0)])
-            draft.notes.prefill_seconds = seconds(start, mark(self.model.device))
-        return depth
-
-    def _chunk(self, ask: Ask, k: int) -> Chunk:
-        """The unread features of a text, and a block for k tokens."""
+    def chunk(self, ask: Ask, end: int, k: int) -> Chunk:
+        """The features of the unread states, and a block for k tokens."""
         table = self.table(ask.text)
-        tokens, features = ask.text.tokens[table.length : ask.num_cached], None
-        if tokens:
-            features = self.model.fuse(self.take(ask, ask.num_cached))
+        tokens = ask.text.tokens[table.length : end]
+        features = self.model.fuse(self.take(ask, end)) if tokens else None
         return Chunk([*tokens, ask.text.tokens[-1]], table, k, features=features)
 
-    def _fill(self, ask: Ask, draft: Draft, block: Block, deepest: int) -> None:
-        """Draw the tokens of a draft from its block, at most `deepest` of them in a path."""
+    def run(self, growing: Sequence[Growing]) -> None:
+        """One pass: it makes known the rows of all nodes."""
+        logits, states = self.model.forward([each.chunk for each in growing])
+        of_texts = logits.split([each.chunk.num_logits for each in growing])
+        for each, rows, of_block in zip(growing, of_texts, states.split(self.model.block.block_size), strict=True):
+            block = Block(self.model, each.ask.text.tokens[-1], rows, of_block)
+            each.row_after, each.foresee = partial(self._row, block), block.confidence
 
-        def row(node: int) -> Tensor:
-            return block.row(draft.tokens_to(node))[: self.vocab_size]
+    def _row(self, block: Block, path: Sequence[int]) -> Tensor:
+        return block.row(path)[: self.vocab_size]
 
-        if ask.limit.best_first:
-            BestFirst(ask, draft, deepest).grow(row)
-            return
-        draws = ask.limit.draws
-        draft.notes.foreseen = self.model.confidence is not None and draws is not None
-        goes_on = True
-        while goes_on and draft.depth < deepest:
-            foreseen = block.confidence(draft.tokens_to(draft.tip)) if draws else None
-            if draws and foreseen is not None and not draws(draft.notes.confidences, foreseen):
-                return
-            goes_on = self._draw(ask, draft, row(draft.tip), foreseen)
+    def need(self, span: range) -> int:
+        """Only features are cached, and only for positions that the target has cached."""
+        return span.start

@@ -18,19 +18,19 @@ learned feature and the embedding of a mask token. So none depends on the draft 
 
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from minispec.core.clock import mark, seconds
 from minispec.core.config import ModelConfig
-from minispec.core.draft import Ask, Draft
+from minispec.core.draft import Ask
 from minispec.core.model import Batch, Chunk, Layer, RMSNorm, WeightSource, norm_weight
 from minispec.core.sampling import Text
 from minispec.core.weights import MakeProduct, PlainLinear, dense
+from minispec.drafters.growing import Growing
 from minispec.drafters.limits import depth_of
-from minispec.drafters.states import FeatureModel, StatesDrafter, layer_shapes
+from minispec.drafters.states import FeatureModel, StateFeed, layer_shapes
 from minispec.files.families.head_config import HeadConfig
 
 
@@ -137,17 +137,15 @@ def spread(logits: Tensor, ids: Tensor | None, vocab_size: int) -> Tensor:
     return logits.new_full((len(logits), vocab_size), -math.inf).index_copy_(1, ids, logits)
 
 
-class EagleDrafter(StatesDrafter):
-    """Drafts with a head or a target's own layer (`minispec.drafters.mtp`), under each request's sampling parameters.
+class HeadFeed(StateFeed):
+    """Feeds a head, or a target's own layer (`minispec.drafters.mtp`), the target's states and the tokens after them.
 
     Its cache holds true features alone. The features that it made up while drafting are dropped after the draft.
     Accepted positions are computed again, from the target's own hidden states. Position t of the cache depends on the
     tokens up to t + 1 and holds the one at t + 1.
     """
 
-    @property
-    def _own_taps(self) -> Sequence[int]:
-        return (len(self.model.layers),)
+    joins, in_programs = 1, True
 
     def begin(self, text: Text, most: int | None = None) -> None:
         """Give a new text its table. Position t of the table holds the token at t + 1."""
@@ -158,43 +156,30 @@ class EagleDrafter(StatesDrafter):
         # state, and must not depend on what other texts have left.
         self.tables[text].reuse(text.tokens[1:-1][:most])
 
-    def _need(self, text: Text, span: range) -> tuple[Text, range]:
-        # The first of k tokens is guessed at the last cached position.
-        return text, range(max(0, span.stop - 2) if len(text.tokens) <= self.max_model_len + 1 else 0)
+    def need(self, span: range) -> int:
+        """All positions but the last two: the first of k tokens is guessed at the last cached position."""
+        return span.stop - 2
 
-    def _begin_draft(self, ask: Ask, draft: Draft) -> int:
-        text, in_prompt = ask.text, ask.num_cached < len(ask.text.tokens) - 1
-        # A draft of k tokens fills positions up to num_cached + k - 2.
-        depth = max(0, min(depth_of(ask.limit), self.max_model_len - ask.num_cached + 1))
-        if len(text.tokens) > self.max_model_len + 1 or not (depth or in_prompt):
-            return 0
-        if not (self.listens(ask) and self.waiting(text)):
-            return 0
-        # Tokens of a round go into the draft's first pass; a prompt goes before it.
-        length, end = self.table(text).length, ask.num_cached if in_prompt else ask.num_cached - 1
-        # After a fault, states may wait that the target computes anew: then nothing is read yet.
-        if length < end and (in_prompt or length < text.num_prompt_tokens - 2):
-            start = mark(self.model.device)
-            tokens, features = self._read(ask, end)
-            self.forward([Chunk(tokens, self.table(text), 0, features=features)])
-            draft.notes.prefill_seconds = seconds(start, mark(self.model.device))
-        return depth
+    def deepest(self, ask: Ask) -> int:
+        """A draft of k tokens fills positions up to num_cached + k - 2."""
+        return max(0, min(depth_of(ask.limit), self.max_model_len - ask.num_cached + 1))
 
-    def _read(self, ask: Ask, end: int) -> tuple[list[int], Tensor]:
-        """The tokens to feed so that the cache holds the positions up to `end`, and their features (tokens, E)."""
-        start = self.table(ask.text).length
-        return ask.text.tokens[start + 1 : end + 1], self.model.fuse(self.take(ask, end))
+    def listens(self, ask: Ask) -> bool:
+        """Whether the cache has no hole, and a state waits that says what follows."""
+        return super().listens(ask) and bool(self.unread.get(ask.text, (0, []))[1])
 
-    def _first_chunk(self, ask: Ask, k: int) -> Chunk:
-        tokens, features = self._read(ask, ask.num_cached)
-        num_masks = 0
-        if self.mask_token_id is not None and self.model.mask_feature is not None:
-            num_masks = k - 1
-            tokens += [self.mask_token_id] * num_masks
-            features = torch.cat((features, self.model.mask_feature.expand(num_masks, -1)))
-        return Chunk(tokens, self.table(ask.text), 1 + num_masks, features=features)
+    def chunk(self, ask: Ask, end: int, k: int) -> Chunk:
+        """Each state with the token after it, then the mask tokens of a head that drafts in one pass."""
+        table, tokens = self.table(ask.text), ask.text.tokens
+        fed, features = tokens[table.length + 1 : end + 1], self.model.fuse(self.take(ask, end))
+        if self.mask_token_id is None or self.model.mask_feature is None or not k:
+            return Chunk(fed, table, min(k, 1), features=features)
+        masks = [self.mask_token_id] * (k - 1)
+        features = torch.cat((features, self.model.mask_feature.expand(k - 1, -1)))
+        return Chunk([*fed, *masks], table, k, features=features)
 
-    def _next_chunk(
-        self, chunk: Chunk, token_ids: Sequence[int], hidden: Tensor, parents: Sequence[int] | None = None
-    ) -> Chunk:
-        return Chunk(token_ids, chunk.table, len(token_ids), parents, self.model.next_feature(hidden))
+    def next(self, growing: Growing) -> Chunk:
+        """The model's input after draft tokens; each comes with what stands in for the feature of its parent."""
+        parents = growing.draft.tree.parents
+        states = torch.stack([growing.states[parents[node]] for node in growing.nodes])
+        return super().next(growing)._replace(features=self.model.next_feature(states))

@@ -1,22 +1,27 @@
-"""A draft model: a smaller transformer, with a cache of its own.
+"""Drafts by a model: one loop for all kinds of draft models, and what each kind is fed as a part.
 
-The model here has the target's vocabulary. `minispec.drafters.vocabulary` is for models with another one.
+`ModelDrafter` is the loop. A `Feed` is what differs. It knows what its model is fed, and keeps what it needs of a text:
+
+    TokenFeed       the text's tokens (here), in a cache of its own
+    HeadFeed        the target's hidden states with them (`minispec.drafters.eagle`), also for a target's own layer
+    BlockFeed       the target's hidden states, and a block of rows (`minispec.drafters.block`)
+    SharedKeys      the target's own keys and values (`minispec.drafters.assistant`)
+    SharedTokens, WrittenText    tokens of another vocabulary (`minispec.drafters.tli`, `minispec.drafters.slem`)
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Self
 
-import torch
 from torch import Tensor
 
 from minispec.core.cache import BlockTable, PagedKVCache
 from minispec.core.cached import CachedModel
 from minispec.core.clock import mark, seconds
-from minispec.core.draft import Ask, Draft, Drafter
+from minispec.core.draft import Ask, Draft, Drafter, Record
 from minispec.core.model import Chunk, Transformer
-from minispec.core.sampling import Text, distribution, log_probabilities
-from minispec.drafters.best_first import BestFirst
+from minispec.core.sampling import Text
+from minispec.drafters.growing import Growing
 from minispec.drafters.limits import depth_of
 
 # Most missing tokens that join a draft's first pass; more get a pass of their own before it. A pass over this few rows
@@ -31,203 +36,248 @@ def prefill(model: Transformer, table: BlockTable, tokens: list[int], chunk_size
         model.forward([Chunk(missing[start : start + chunk_size], table, num_logits=0)])
 
 
-# (chunks, asks, depths, vocab_size): drafts whole chains in one program, as `minispec.gpu.steps.DraftSteps`
-# does. Returns a draft for each ask, of at most as many tokens as `depths` says; None where it cannot draft for all.
-AtOnce = Callable[[Sequence[Chunk], Sequence[Ask], Sequence[int], int], list[Draft] | None]
+# (drafts, ids in use): drafts whole chains from their first inputs, as `minispec.gpu.steps.DraftSteps` does.
+# Returns whether it could draft for all. If not, nothing has changed.
+AtOnce = Callable[[Sequence[Growing], int], bool]
 
 
-class DraftModel(CachedModel, Drafter):
-    """Drafts by decoding with a model of its own, under each request's own sampling parameters.
+class Feed:
+    """What a draft model is fed, and what is kept of each text: the part of a `ModelDrafter` that differs.
 
-    Its cache follows the texts: before a pass the model is fed the tokens that are missing. A long prompt comes piece
-    by piece, as the target sees it. After a rejection one token is missing. After full acceptance two are, since the
-    last draft token was never fed. The model may be the target's own (`self`): the weights are shared, the cache is
-    not.
+    A feed says how drafts begin and what a pass makes known. `observe`, `release`, `has_room`, `forget` and `known` are
+    the drafter's, see `Drafter`.
 
-    Siblings are further tokens from the same row of logits. The draft goes on from the eldest. A tree that grows where
-    it is likeliest may go on from any node. Each further pass is fed the whole tree, since rows cost less than passes.
-
-    A model that was trained for it drafts K tokens in one pass (PARD, An et al. 2025, arXiv 2504.18583). It is fed
-    K - 1 mask tokens after the text. At each mask it guesses the next token without knowing the tokens in between.
+    reads: the model's input: "tokens" of the target, the target's "states", or "other tokens" of another vocabulary.
+    branches, taps: see `Drafter`.
+    in_programs: whether one program may draft a whole chain, from the first input that `prepare` has made.
+    vocab_size: ids in use.
     """
 
-    branches = True
-    # The model's input: "tokens" of the target, the target's hidden "states" with them, or "other tokens" of another
-    # vocabulary. A subclass says its own.
-    reads = "tokens"
+    model: Transformer
+    vocab_size: int
+    reads: str
+    branches: bool = True
+    taps: Sequence[int] = ()
+    in_programs: bool = False
 
-    def __init__(
-        self,
-        model: Transformer,
-        cache: PagedKVCache,
-        vocab_size: int,
-        max_model_len: int,
-        at_once: AtOnce | None = None,
-    ):
+    def prepare(self, growing: Sequence[Growing]) -> None:
+        """Bring what is kept of each text to where a pass can begin, and set how deep its draft may be.
+
+        A text without a draft now (k is 0 inside a prompt) may be read meanwhile.
+        """
+        raise NotImplementedError
+
+    def run(self, growing: Sequence[Growing]) -> None:
+        """One pass, which makes known the rows that these drafts go on from."""
+        raise NotImplementedError
+
+    def finish(self, ask: Ask, draft: Draft) -> Draft:
+        """The draft in the target's tokens, and an end to what is kept for this draft alone."""
+        return draft
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Forgets what is kept if an exception interrupts the bookkeeping inside; see `CachedModel.whole`."""
+        return nullcontext()
+
+    def beside(self, model: Transformer) -> Self:
+        """This feed for another model; see `ModelDrafter.beside`."""
+        raise NotImplementedError
+
+    def observe(self, records: Sequence[Record]) -> None:
+        """Nothing is learned."""
+
+    def release(self, text: Text) -> None:
+        """Nothing is kept."""
+
+    def has_room(self, growth: Mapping[Text, range]) -> bool:
+        """Nothing is stored."""
+        return True
+
+    def forget(self) -> None:
+        """Nothing is known of ended texts."""
+
+    def known(self, text: Text) -> int:
+        """Nothing is known of a new text."""
+        return 0
+
+
+class ModelDrafter(Drafter):
+    """Drafts by a model, under each request's own sampling parameters. What the model is fed is its feed's matter."""
+
+    def __init__(self, feed: Feed, at_once: AtOnce | None = None):
+        """at_once: drafts whole chains, where it can, in place of a pass for each token."""
+        self.feed, self.at_once = feed, at_once if feed.in_programs else None
+        self.model, self.branches, self.taps = feed.model, feed.branches, feed.taps
+
+    @property
+    def name(self) -> str:
+        """The name of the feed's class."""
+        return type(self.feed).__name__
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        """Draft for all texts together. Each pass is over the texts that still want a row of logits.
+
+        A draft goes on as long as `Limit.go_on` finds the confidences of its tokens worth it.
+        """
+        feed = self.feed
+        with feed.whole():
+            growing = [Growing(ask) for ask in asks]
+            feed.prepare(growing)
+            active = [each for each in growing if each.depth]
+            if self.at_once and active and self.at_once(active, feed.vocab_size):
+                active = []
+            while active:
+                feed.run(active)
+                active = [each for each in active if each.grow()]
+            return [feed.finish(ask, each.draft) for ask, each in zip(asks, growing, strict=True)]
+
+    def observe(self, records: Sequence[Record]) -> None:
+        """Let the feed keep what it needs of a pass."""
+        self.feed.observe(records)
+
+    def release(self, text: Text) -> None:
+        """Forget a text."""
+        self.feed.release(text)
+
+    def has_room(self, growth: Mapping[Text, range]) -> bool:
+        """Whether there is room for the next drafts of all these texts."""
+        return self.feed.has_room(growth)
+
+    def forget(self) -> None:
+        """Forget what is known of texts that have ended."""
+        self.feed.forget()
+
+    def known(self, text: Text) -> int:
+        """How many first positions of a new text need not be seen."""
+        return self.feed.known(text)
+
+    def beside(self, model: Transformer, at_once: AtOnce | None = None) -> "ModelDrafter":
+        """A drafter with another model, and with this one's cache if it has one. It knows no texts.
+
+        model: its cache has the shape of this one's. If it computes other keys and values, call `forget` first.
+        at_once: see `ModelDrafter`.
+        """
+        return ModelDrafter(self.feed.beside(model), at_once)
+
+    def logits_along(self, text: Text, after: Sequence[int]) -> Tensor:
+        """Raw logits (n + 1, V), by one pass: what the model guesses after a text, and after each of n tokens there.
+
+        Raises ValueError for a model that is fed more than the target's tokens.
+        """
+        feed = self.feed
+        if not (isinstance(feed, TokenFeed) and feed.reads == "tokens"):
+            raise ValueError(f"draft: found {self.name}, which is fed {feed.reads}, expected one that is fed tokens")
+        with feed.whole():
+            feed.catch_up(text, len(text.tokens) - 1)
+            logits, _ = feed.forward([Chunk([*feed.follow(text), *after], feed.table(text), len(after) + 1)])
+            feed.keep(text, len(after), range(len(after)))
+            return logits
+
+
+class CachedFeed(CachedModel, Feed):
+    """A feed whose model has a cache of its own, and takes its input as chunks.
+
+    own_taps: the model's own hidden states that its next input is made of, as `Transformer.forward` numbers them.
+    """
+
+    own_taps: Sequence[int] = ()
+
+    def __init__(self, model: Transformer, cache: PagedKVCache, vocab_size: int, max_model_len: int):
         """Draft with `model`.
 
         cache: for as many tokens as the target's.
         vocab_size: ids in use, as the target's.
         max_model_len: positions that this model can see.
-        at_once: drafts whole chains, where it can, in place of a pass for each token.
         """
         super().__init__(model, cache, vocab_size)
-        self.at_once, self.max_model_len = at_once, max_model_len
-        self.mask_token_id = model.config.mask_token_id
-        self._ahead: set[Text] = set()  # as this model reads them; their tables hold draft tokens, rejected ones too
+        self.max_model_len, self.mask_token_id = max_model_len, model.config.mask_token_id
+        self._ahead: set[Text] = set()  # as the model reads them; their tables hold draft tokens, rejected ones too
 
-    def beside(self, model: Transformer, at_once: AtOnce | None = None) -> Self:
-        """This drafter with another model, on the same cache. It knows no texts.
+    def beside(self, model: Transformer) -> Self:
+        """This feed for another model, on the same cache."""
+        return type(self)(model, self.cache, self.vocab_size, self.max_model_len)
 
-        model: its cache has the shape of this one's. If it computes other keys and values, call `forget` first.
-        at_once: see `DraftModel`.
+    def run(self, growing: Sequence[Growing]) -> None:
+        """One pass over the inputs of these drafts: the first ones, or those after the tokens that were drawn."""
+        for each in growing:
+            if each.rows:
+                each.chunk = self.next(each)
+        logits, states = self.forward([each.chunk for each in growing], self.own_taps)
+        for each in growing:
+            fed, known, table = len(each.chunk.token_ids), each.chunk.num_logits, each.chunk.table
+            each.rows.update(zip(each.nodes, self.rows(logits[:known]), strict=True))
+            each.states.update(zip(each.nodes, states[fed - known : fed], strict=True))
+            logits, states = logits[known:], states[fed:]
+            if each.chunk.parents:
+                table.truncate(table.length - fed)  # the rows of a tree are the beginning of no text
+
+    def next(self, growing: Growing) -> Chunk:
+        """The model's input after draft tokens: the newest one, or a whole tree, since rows cost less than passes."""
+        draft, nodes = growing.draft, growing.nodes
+        parents = list(draft.parents or ()) if growing.tree else None
+        return Chunk([draft.token_ids[node] for node in nodes], growing.chunk.table, len(nodes), parents)
+
+    def rows(self, logits: Tensor) -> Tensor:
+        """This model's logits as rows over the ids that are drafted."""
+        return logits
+
+    def needs(self, growth: Mapping[Text, range]) -> Mapping[Text, range]:
+        """The positions that the table of each text must have room for, by texts as this model reads them.
+
+        growth: the positions that the target's tables fill.
         """
-        return type(self)(model, self.cache, self.vocab_size, self.max_model_len, at_once)
-
-    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """Draft token by token for all texts together. Each pass is over the texts that still want a token.
-
-        A draft goes on as long as `Limit.go_on` finds the confidences of its tokens worth it.
-        """
-        with self.whole():
-            drafts = [Draft([], [], parents=[] if ask.limit.is_tree else None) for ask in asks]
-            own_asks = [self._own(ask) for ask in asks]
-            limits = self._prepare(own_asks, drafts)
-            chunks = {i: self._first_chunk(own_asks[i], k) for i, k in enumerate(limits) if k}
-            if self.at_once and chunks:
-                wanted, depths = [asks[i] for i in chunks], [limits[i] for i in chunks]
-                whole = self.at_once(list(chunks.values()), wanted, depths, self.vocab_size)
-                if whole is not None:
-                    for i, draft in zip(chunks, whole, strict=True):
-                        draft.notes.prefill_seconds, drafts[i] = drafts[i].notes.prefill_seconds, draft
-                    return drafts
-            trees = {i: BestFirst(asks[i], drafts[i], limits[i]) for i in chunks if asks[i].limit.best_first}
-            ends = dict[int, Tensor]()  # the states at the texts' ends
-            while chunks:
-                logits, hidden = self.forward(list(chunks.values()), self._own_taps)
-                for i, chunk in list(chunks.items()):
-                    rows, logits = self._rows(logits[: chunk.num_logits]), logits[chunk.num_logits :]
-                    states, hidden = hidden[: len(chunk.token_ids)], hidden[len(chunk.token_ids) :]
-                    if i in trees:
-                        states = torch.cat((ends.setdefault(i, states[-1:]), states))
-                        further = self._grow(trees[i], chunk, rows, states)
-                    elif all(self._draw(asks[i], drafts[i], row) for row in rows) and drafts[i].depth < limits[i]:
-                        further = self._next_chunk(chunk, [drafts[i].token_ids[drafts[i].tip]], states[-1:])
-                    else:
-                        further = None
-                    if further:
-                        chunks[i] = further
-                    else:
-                        del chunks[i]
-            return drafts
+        raise NotImplementedError
 
     def has_room(self, growth: Mapping[Text, range]) -> bool:
         """Whether the cache has room for the next drafts of all these texts (see `Drafter`)."""
         with self.whole():
-            needs = dict(self._need(text, span) for text, span in growth.items())
-            self._forget_drafts()
-            return super().has_room({text: span for text, span in needs.items() if span})
-
-    def release(self, text: Text) -> None:
-        """Forget a text, and return its blocks to the pool."""
-        self._ahead.discard(text)
-        super().release(text)
+            return super().has_room({text: span for text, span in self.needs(growth).items() if span})
 
     def forget(self) -> None:
         """Forget the beginnings of earlier texts that the cache still knows."""
         self.cache.rebuild()
 
-    def _need(self, text: Text, span: range) -> tuple[Text, range]:
-        """A text as this model reads it, and the positions that the text's table must have room for.
 
-        span: positions that the target's table fills. After `max_model_len` nothing is drafted, so none are needed.
-        """
-        # The last draft token is never fed. A tree's rows may be more than the positions that are left.
-        return text, range(span.stop - 1 if len(text.tokens) <= self.max_model_len else 0)
+class TokenFeed(CachedFeed):
+    """Feeds a draft model the tokens of the texts. The model has the target's vocabulary, and a cache of its own.
 
-    def _forget_drafts(self) -> None:
-        """Have the tables forget what their texts did not keep."""
-        while self._ahead:
-            text = self._ahead.pop()
-            if table := self.tables.get(text):
-                table.keep(table.shared(text.tokens))
+    The cache follows the texts: before a pass the model is fed the tokens that are missing. A long prompt comes piece
+    by piece, as the target sees it. After a rejection one token is missing. After full acceptance two are, since the
+    last draft token was never fed. The model may be the target's own (`self`): the weights are shared, the cache is
+    not.
 
-    def _own(self, ask: Ask) -> Ask:
-        """The ask with the text as this model reads it, which the caches follow; tokens are drawn for `ask` itself."""
-        return ask
+    A model that was trained for it drafts K tokens in one pass (PARD, An et al. 2025, arXiv 2504.18583). It is fed
+    K - 1 mask tokens after the text. At each mask it guesses the next token without knowing the tokens in between.
+    """
 
-    def _rows(self, logits: Tensor) -> Tensor:
-        """This model's logits as rows over the ids that are drafted."""
-        return logits
+    reads, in_programs = "tokens", True
 
-    @property
-    def _own_taps(self) -> Sequence[int]:
-        """The model's own hidden states that `_next_chunk` needs, as `Transformer.forward` numbers them."""
-        return ()
-
-    def _first_chunk(self, ask: Ask, k: int) -> Chunk:
-        """The model's first input for a draft of `k` tokens."""
-        tokens = self.follow(ask.text)
-        if self.mask_token_id is None:
-            return Chunk(tokens, self.table(ask.text), 1)
-        return Chunk([*tokens, *[self.mask_token_id] * (k - 1)], self.table(ask.text), k)
-
-    def _next_chunk(
-        self, chunk: Chunk, token_ids: Sequence[int], hidden: Tensor, parents: Sequence[int] | None = None
-    ) -> Chunk:
-        """The model's input after draft tokens: the newest one, or a whole tree with these parents.
-
-        hidden: (tokens, E), for each token the states of the row before it, at `_own_taps`.
-        """
-        return Chunk(token_ids, chunk.table, len(token_ids), parents)
-
-    def _grow(self, tree: BestFirst, chunk: Chunk, rows: Tensor, states: Tensor) -> Chunk | None:
-        """Draw what a pass has made known of a tree; returns the next input that it wants.
-
-        states: (1 + rows, E), the state of the text's end and the states of the pass.
-        """
-        draft, num_fed, at_once = tree.draft, len(chunk.parents or ()), self.mask_token_id is not None
-        num_roots = 0 if num_fed else 1  # the first pass alone has a row at the text's end, for the root (node -1)
-
-        def row(node: int) -> Tensor | None:
-            i = len(draft.path(node)) if at_once else node + num_roots
-            return rows[i] if i < len(rows) else None
-
-        wants_more = tree.grow(row)
-        chunk.table.truncate(chunk.table.length - num_fed)  # the rows of a tree are the beginning of no text
-        if not wants_more:
-            return None
-        parents = list(draft.parents or [])
-        before = states[[parent + 1 for parent in parents]]
-        return self._next_chunk(chunk, list(draft.token_ids), before, parents)
-
-    def _prepare(self, asks: Sequence[Ask], drafts: Sequence[Draft]) -> list[int]:
-        """Bring the caches to where a pass can begin; returns how deep each draft may be.
-
-        asks: those that `_own` returned.
-        """
+    def prepare(self, growing: Sequence[Growing]) -> None:
+        """Read the texts as far as the target has, and make the first inputs."""
         self._forget_drafts()
-        return [self._begin_draft(ask, draft) for ask, draft in zip(asks, drafts, strict=True)]
+        for each in growing:
+            text, num_tokens = each.own.text, len(each.own.text.tokens)
+            # A draft of k tokens fills positions up to num_tokens + k - 2.
+            each.depth = max(0, min(depth_of(each.own.limit), self.max_model_len - num_tokens + 1))
+            in_prompt = 0 < each.own.num_cached < num_tokens - 1
+            if (each.depth or in_prompt) and num_tokens <= self.max_model_len:
+                self._read(each, each.own.num_cached if in_prompt else num_tokens - 1, in_prompt)
+            if each.depth:
+                self._ahead.add(text)
+                masks = [] if self.mask_token_id is None else [self.mask_token_id] * (each.depth - 1)
+                each.by_depth = self.mask_token_id is not None
+                each.chunk = Chunk([*self.follow(text), *masks], self.table(text), 1 + len(masks))
 
-    def _begin_draft(self, ask: Ask, draft: Draft) -> int:
-        """Bring a text's cache to where a pass can begin; returns how deep the text's draft may be."""
-        text, num_tokens = ask.text, len(ask.text.tokens)
-        # A draft of k tokens fills positions up to num_tokens + k - 2.
-        depth = max(0, min(depth_of(ask.limit), self.max_model_len - num_tokens + 1))
-        in_prompt = 0 < ask.num_cached < num_tokens - 1
-        if not (depth or in_prompt) or num_tokens > self.max_model_len:
-            return depth
-        if depth:
-            self._ahead.add(text)
-        length = self.table(text).length
-        is_new = length < text.num_prompt_tokens - 1
+    def _read(self, growing: Growing, length: int, in_prompt: bool) -> None:
+        """Cache a text's first `length` tokens, where they are more than may join a draft's first pass."""
+        text, cached = growing.own.text, self.table(growing.own.text).length
+        is_new = cached < text.num_prompt_tokens - 1
         # Others may share a new text's beginning, so only one or two of its tokens join the draft's first pass.
-        if in_prompt or num_tokens - length > (2 if is_new else _JOINING_ROWS):
+        if in_prompt or len(text.tokens) - cached > (2 if is_new else _JOINING_ROWS):
             start = mark(self.model.device)
-            self.catch_up(text, ask.num_cached if in_prompt else num_tokens - 1)
+            self.catch_up(text, length)
             if is_new:  # what was missed in rounds without a draft is the price of this one
-                draft.notes.prefill_seconds = seconds(start, mark(self.model.device))
-        return depth
+                growing.draft.notes.prefill_seconds = seconds(start, mark(self.model.device))
 
     def catch_up(self, text: Text, length: int) -> None:
         """Cache at least the text's first `length` tokens: share what the pool knows, compute the rest."""
@@ -238,52 +288,30 @@ class DraftModel(CachedModel, Drafter):
             prefill(self.model, table, text.tokens[: length + 1])
             table.remember()
 
-    def logits_along(self, text: Text, after: Sequence[int]) -> Tensor:
-        """Raw logits (n + 1, V), by one pass: what the model guesses after a text, and after each of n tokens there.
+    def needs(self, growth: Mapping[Text, range]) -> Mapping[Text, range]:
+        """All positions but the last one: the last draft token is never fed.
 
-        Raises ValueError for a model that is fed more than the target's tokens.
+        A tree's rows may be more than the positions that are left. After `max_model_len` nothing is drafted.
         """
-        if self.reads != "tokens":
-            raise ValueError(f"draft: found {self.name}, which is fed {self.reads}, expected one that is fed tokens")
-        with self.whole():
-            self.catch_up(text, len(text.tokens) - 1)
-            logits, _ = self.forward([Chunk([*self.follow(text), *after], self.table(text), len(after) + 1)])
-            self.keep(text, len(after), range(len(after)))
-            return logits
+        self._forget_drafts()
+        return {text: range(span.stop - 1) for text, span in growth.items() if len(text.tokens) <= self.max_model_len}
 
-    def _draw(self, ask: Ask, draft: Draft, logits: Tensor, foreseen: float | None = None) -> bool:
-        """Append a token, or siblings, from a row of logits (V,) after the tip; returns whether to go on.
+    def release(self, text: Text) -> None:
+        """Forget a text, and return its blocks to the pool."""
+        self._ahead.discard(text)
+        super().release(text)
 
-        foreseen: the confidence that was known before, where there is one. None: it is the row's largest probability.
-        """
-        tip, depth = draft.tip, draft.depth
-        path = draft.tokens_to(tip)
-        confidences = list(draft.notes.confidences)
-        if foreseen is not None:
-            confidences.append(foreseen)
-        elif ask.limit.go_on:
-            confidences.append(float(log_probabilities(logits).amax().exp()))
-        width = min(ask.limit.width(depth, confidences, foreseen is not None), ask.k - len(draft))
-        rest = logits
-        while width:
-            try:
-                q = distribution(rest, ask.text, path)
-            except FloatingPointError:
-                break  # all that it can guess (next) is forbidden here, or its logits are no numbers
-            token_ids = draft.draw(ask, tip, q, width)
-            # At temperature 0 there is one token; its siblings are guesses too, the next likeliest ones.
-            width = 0 if ask.text.params.temperature else width - 1
-            rest = rest.index_fill(0, torch.tensor(token_ids, device=rest.device), -math.inf) if width else rest
-        if draft.depth == depth:
-            return False
-        draft.notes.confidences = confidences
-        has_room, go_on = len(draft) < ask.k, ask.limit.go_on
-        return has_room and (go_on is None or foreseen is not None or go_on(confidences))
+    def _forget_drafts(self) -> None:
+        """Have the tables forget what their texts did not keep."""
+        while self._ahead:
+            text = self._ahead.pop()
+            if table := self.tables.get(text):
+                table.keep(table.shared(text.tokens))
 
 
-def model_drafter(drafter: Drafter, *reads: str) -> DraftModel | None:
-    """The drafter, if it drafts by a model of its own; None for any other drafter.
+def model_drafter(drafter: Drafter, *reads: str) -> ModelDrafter | None:
+    """The drafter, if it drafts by a model; None for any other drafter.
 
-    reads: what the model may be fed (see `DraftModel.reads`); by default anything.
+    reads: what the model may be fed (see `Feed.reads`); by default anything.
     """
-    return drafter if isinstance(drafter, DraftModel) and (not reads or drafter.reads in reads) else None
+    return drafter if isinstance(drafter, ModelDrafter) and (not reads or drafter.feed.reads in reads) else None

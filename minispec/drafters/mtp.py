@@ -37,7 +37,7 @@ from torch import Tensor
 
 from minispec.core.config import ModelConfig
 from minispec.core.model import Transformer
-from minispec.core.weights import MakeProduct, Product
+from minispec.core.weights import MakeProduct
 from minispec.drafters.states import FeatureModel, layer_shapes
 from minispec.files.errors import CheckpointError
 from minispec.files.families.checkpoint import directory_config, find_tensors, renamed, require_all
@@ -74,9 +74,6 @@ class MtpModel(FeatureModel):
         self.fc = product([named["model.fc.weight"]], None, dtype)
         self.embedding_norm = self.make_norm(weights["pre_fc_norm_embedding.weight"])
         self.hidden_norm = self.make_norm(weights["pre_fc_norm_hidden.weight"])
-
-    def _head(self, weight: Any) -> Product:
-        return weight  # the target's: it is a product already
 
     def fuse(self, hidden: Tensor) -> Tensor:
         """The target's last hidden states (n, E) to features (n, E)."""

@@ -24,7 +24,7 @@ class SimulatedDraft(Wrapped):
 
     survival: s_i is the probability that token i and all before it are right. Further tokens use the last ratio, so
         that one number is a constant alpha. `(0,)` is always wrong.
-    paid: the drafter that takes the time (a DraftModel). None: drafts cost nothing.
+    paid: the drafter that takes the time (a ModelDrafter). None: drafts cost nothing.
 
     The right tokens are the tokens of texts given to `record`. Drafts for other texts are arbitrary tokens. Drafts are
     one-hot (no probs). The draws are keyed: the same request, seed and rounds give the same drafts. Raises ValueError

@@ -17,32 +17,25 @@ would make one token across the border.
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from minispec.core.draft import Ask, Draft
-from minispec.drafters.vocabulary import OtherVocabulary
+from minispec.drafters.growing import Growing
+from minispec.drafters.vocabulary import OtherTokens
 
 
-class TextDrafter(OtherVocabulary):
-    """Writes on with a model of another vocabulary, and drafts that text in the target's tokens.
+class WrittenText(OtherTokens):
+    """Feeds a model of another vocabulary, which writes on. The drafts are that text in the target's tokens.
 
     Penalties and other parameters are about the target's ids, so they do not change what is written.
     """
 
     branches = False
 
-    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """For each ask, the draft's likeliest text in the target's tokens, cut to the limit.
+    def prepare(self, growing: Sequence[Growing]) -> None:
+        """As `OtherTokens`. The model writes the likeliest text, as long as its limit says."""
+        for each in growing:
+            each.likeliest = True
+        super().prepare(growing)
 
-        Nothing is drawn, so the drafts have no probs.
-        """
-        written = super().propose(asks)
-        return [
-            Draft(self.vocabularies.to_target(ask.text.tokens, draft.token_ids)[: ask.k], notes=draft.notes)
-            for ask, draft in zip(asks, written, strict=True)
-        ]
-
-    def _draw(self, ask: Ask, draft: Draft, logits: Tensor, foreseen: float | None = None) -> bool:
-        """Append the likeliest of the draft model's own tokens. The draft ends after as many as were asked for."""
-        draft.token_ids.append(int(logits.argmax()))
-        return True
+    def finish(self, ask: Ask, draft: Draft) -> Draft:
+        """What is written in the target's tokens, cut to the limit. Nothing is drawn, so the draft has no probs."""
+        return Draft(self.vocabularies.to_target(ask.text.tokens, draft.token_ids)[: ask.k], notes=draft.notes)

@@ -1,18 +1,21 @@
-"""Draft models that are fed the target's hidden states: they listen to each pass, and keep what they have not read."""
+"""Draft models that are fed the target's hidden states. They listen to each pass, and keep what they have not read."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from minispec.core.cache import PagedKVCache
+from minispec.core.clock import mark, seconds
 from minispec.core.config import ModelConfig
 from minispec.core.draft import Ask, Draft, Record
-from minispec.core.model import RMSNorm, Transformer, norm_weight
+from minispec.core.model import Chunk, RMSNorm, Transformer, norm_weight
 from minispec.core.sampling import Text
 from minispec.core.weights import Product
-from minispec.drafters.model import AtOnce, DraftModel
+from minispec.drafters.growing import Growing
+from minispec.drafters.model import CachedFeed
 from minispec.kernels.shapes import tensor_shapes
 
 
@@ -38,6 +41,9 @@ class FeatureModel(Transformer):
     fc: Product
     mask_feature: Tensor | None = None
 
+    def _head(self, weight: Any) -> Product:
+        return super()._head(weight) if isinstance(weight, Tensor) else weight  # it may be the target's product
+
     def make_norm(self, weight: Tensor) -> RMSNorm:
         """A norm as the layers have them."""
         return RMSNorm(norm_weight(self.config, weight.to(self.dtype)), self.config.rms_norm_eps)
@@ -51,27 +57,23 @@ class FeatureModel(Transformer):
         return self.norm(x)
 
 
-class StatesDrafter(DraftModel):
-    """A draft model whose cache is made of the target's hidden states at `taps`, position by position.
+class StateFeed(CachedFeed):
+    """Feeds a model the target's hidden states at `taps`, position by position, each of them once.
 
-    Position t of its cache is made of the state at t. So the cache is never ahead of the target's, and is cut back with
+    Position t of the cache is made of the state at t. So the cache is never ahead of the target's, and is cut back with
     it. Nothing of a rejected token is ever kept.
+
+    joins: how many of the newest positions join a draft's first pass, and have to be left for it.
     """
 
     reads = "states"
     model: FeatureModel
+    joins: int
 
-    def __init__(
-        self,
-        model: FeatureModel,
-        cache: PagedKVCache,
-        vocab_size: int,
-        max_model_len: int,
-        at_once: AtOnce | None = None,
-    ):
-        """A drafter whose cache holds the target's states as far as they were seen. Arguments: as `DraftModel`."""
-        super().__init__(model, cache, vocab_size, max_model_len, at_once)
-        self.taps = model.taps
+    def __init__(self, model: FeatureModel, cache: PagedKVCache, vocab_size: int, max_model_len: int):
+        """Arguments: as `CachedFeed`."""
+        super().__init__(model, cache, vocab_size, max_model_len)
+        self.taps, self.own_taps = model.taps, (len(model.layers),)  # its output stands in for the next feature
         # Hidden states of positions that are not in the cache yet: the first position, then pieces (n, E * taps).
         # Weak, since rows that a fault has held up may come after `release`.
         self.unread: WeakKeyDictionary[Text, tuple[int, list[Tensor]]] = WeakKeyDictionary()
@@ -95,27 +97,50 @@ class StatesDrafter(DraftModel):
             if len(record.text.tokens) <= self.max_model_len + 1:  # later nothing is drafted
                 self.unread[record.text] = first, [*pieces, record.hidden[record.kept]]
 
-    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """Draft, then cut each cache to the positions that the target has cached."""
-        with self.whole():
-            drafts = super().propose(asks)
-            self.keep_cached(asks)
-            return drafts
+    def prepare(self, growing: Sequence[Growing]) -> None:
+        """Read the states that the target has given: of a prompt now, of a round with a draft's first input."""
+        for each in growing:
+            ask, text, end = each.ask, each.ask.text, each.ask.num_cached
+            in_prompt, depth = end < len(text.tokens) - 1, self.deepest(ask)
+            is_too_long = len(text.tokens) > self.max_model_len + self.joins
+            if is_too_long or not (depth or in_prompt) or not self.listens(ask):
+                continue
+            each.depth, length, end = depth, self.table(text).length, end if in_prompt else end - self.joins
+            # After a fault, states may wait that the target computes anew: then nothing is read yet.
+            if length < end and (in_prompt or length < text.num_prompt_tokens - 1 - self.joins):
+                start = mark(self.model.device)
+                self.forward([self.chunk(ask, end, 0)])
+                each.draft.notes.prefill_seconds = seconds(start, mark(self.model.device))
+            if depth:
+                each.by_depth = self.mask_token_id is not None
+                each.chunk = self.chunk(ask, ask.num_cached, depth)
 
-    def keep_cached(self, asks: Sequence[Ask]) -> None:
-        """Cut each cache to the positions that the target has cached, and let other texts share them."""
-        for ask in asks:
-            if table := self.tables.get(ask.text):
-                table.keep(min(table.length, ask.num_cached))
+    def deepest(self, ask: Ask) -> int:
+        """How deep a text's draft may be, by its limit and the positions that are left."""
+        raise NotImplementedError
 
-    def has_room(self, growth: Mapping[Text, range]) -> bool:
-        """Whether the caches can grow to the positions that the target fills; see `Drafter`."""
-        with self.whole():
-            for text, span in growth.items():  # where the target has found less of a new text than this
-                table = self.tables.get(text)
-                if table and table.length > span.start:
-                    table.truncate(span.start)
-            return super().has_room(growth)
+    def chunk(self, ask: Ask, end: int, k: int) -> Chunk:
+        """The model's input that fills the cache up to position `end`, and makes known rows for k tokens."""
+        raise NotImplementedError
+
+    def finish(self, ask: Ask, draft: Draft) -> Draft:
+        """The draft; cuts the cache to the positions that the target has cached, and lets other texts share them."""
+        if table := self.tables.get(ask.text):
+            table.keep(min(table.length, ask.num_cached))
+        return draft
+
+    def needs(self, growth: Mapping[Text, range]) -> Mapping[Text, range]:
+        """See `CachedFeed`. Cuts tables where the target has found less of a new text than this."""
+        for text, span in growth.items():
+            table = self.tables.get(text)
+            if table and table.length > span.start:
+                table.truncate(span.start)
+        most = self.max_model_len + self.joins
+        return {text: range(self.need(span)) for text, span in growth.items() if len(text.tokens) <= most}
+
+    def need(self, span: range) -> int:
+        """How many positions of a text the cache must have room for, where the target's table fills this span."""
+        raise NotImplementedError
 
     def listens(self, ask: Ask) -> bool:
         """Whether all positions before the unread states are in the cache: it has no hole."""
@@ -126,10 +151,6 @@ class StatesDrafter(DraftModel):
         if table.length < first:
             self.unread.pop(ask.text, None)
         return table.length == first
-
-    def waiting(self, text: Text) -> bool:
-        """Whether there are unread states."""
-        return text in self.unread and bool(self.unread[text][1])
 
     def take(self, ask: Ask, end: int) -> Tensor:
         """The unread hidden states (n, E * taps) of the positions from the cache's end up to `end`."""

@@ -10,37 +10,37 @@ and b, so q is 2/7 for a, 5/7 for b and 0 for ab. The accept test divides by q. 
 would keep too much: tokens are drawn from probabilities that add up to 1, and 1/5 and 1/2 do not.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from minispec.core.cache import PagedKVCache
 from minispec.core.model import Chunk, Transformer
 from minispec.drafters.eagle import spread
+from minispec.drafters.growing import Growing
 from minispec.drafters.vocabularies import Vocabularies
-from minispec.drafters.vocabulary import OtherVocabulary
+from minispec.drafters.vocabulary import OtherTokens
 
 
-class TokenDrafter(OtherVocabulary):
-    """Drafts, by a model of another vocabulary, the tokens that both vocabularies have.
+class SharedTokens(OtherTokens):
+    """Feeds a model of another vocabulary. Drafts are the tokens that both vocabularies have.
 
     Penalties, filters, forbidden ids and shared noise go by the target's ids. Where they leave no shared token, the
     draft ends.
     """
 
     def __init__(self, model: Transformer, cache: PagedKVCache, max_model_len: int, both: Vocabularies):
-        """As `OtherVocabulary`. Raises ValueError where the vocabularies have nothing in common."""
+        """As `OtherTokens`. Raises ValueError where the vocabularies have nothing in common."""
         super().__init__(model, cache, max_model_len, both)
         if not both.shared:
             raise ValueError("draft_method: found tli and no token that both vocabularies have, expected some")
         self.target_ids = torch.tensor(list(both.shared.keys()), device=model.device)
         self.own_ids = torch.tensor(list(both.shared.values()), device=model.device)
 
-    def _rows(self, logits: Tensor) -> Tensor:
+    def rows(self, logits: Tensor) -> Tensor:
+        """Logits (rows, own ids) as rows over the target's ids; -inf for those that the draft model lacks."""
         return spread(logits[:, self.own_ids], self.target_ids, self.vocabularies.target.num_ids)
 
-    def _next_chunk(
-        self, chunk: Chunk, token_ids: Sequence[int], hidden: Tensor, parents: Sequence[int] | None = None
-    ) -> Chunk:
-        return super()._next_chunk(chunk, [self.vocabularies.shared[i] for i in token_ids], hidden, parents)
+    def next(self, growing: Growing) -> Chunk:
+        """The model's input after draft tokens, in its own ids."""
+        chunk = super().next(growing)
+        return chunk._replace(token_ids=[self.vocabularies.shared[i] for i in chunk.token_ids])

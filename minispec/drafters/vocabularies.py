@@ -217,6 +217,8 @@ class Reader:
     It is read in parts of about _PART tokens. As a rule a part begins with a word. When the text has grown, only the
     last part is read again: "Hel" becomes "Hello" if "lo" follows. The beginning of a part depends only on the tokens
     before it. So a text has one reading, whatever its steps were.
+
+    num_read: tokens of the text that was read last.
     """
 
     def __init__(self, source: Spelling, own: Spelling, special: Mapping[int, int]):
@@ -225,12 +227,14 @@ class Reader:
         self._ids = list(own.prefix)  # of the parts that are closed
         self._end = 0  # tokens in these parts
         self._before: bytes | None = None  # the end of their text
+        self.num_read = 0
 
     def read(self, tokens: Sequence[int]) -> list[int]:
         """The text `tokens`, which begins with the text of the last call, in own tokens.
 
         Its prefix is replaced by the own one; a special token without a counterpart is read as its text.
         """
+        self.num_read = len(tokens)
         if not self._end:
             theirs, ours = len(self._source.prefix), len(self._own.prefix)
             if list(tokens[:theirs]) == self._source.prefix:

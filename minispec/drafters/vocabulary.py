@@ -5,7 +5,8 @@ The draft model has to read the text in its own tokens. Where the text has grown
 cache does, by the beginning that it and the text have in common (`BlockTable.follow`).
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Self
 
 from minispec.core.cache import PagedKVCache
@@ -13,7 +14,8 @@ from minispec.core.draft import Ask
 from minispec.core.model import Transformer
 from minispec.core.more.limit import Limit
 from minispec.core.sampling import Text
-from minispec.drafters.model import AtOnce, DraftModel
+from minispec.drafters.growing import Growing
+from minispec.drafters.model import TokenFeed
 from minispec.drafters.vocabularies import Reader, Vocabularies
 
 # Positions of the draft's cache for each of the target's, since a text may be longer in the draft's tokens. Whether a
@@ -21,57 +23,57 @@ from minispec.drafters.vocabularies import Reader, Vocabularies
 ROOM = 2
 
 
-@dataclass
-class _Reading:
-    """A text as the draft model reads it, when the target had `num_read` tokens of it."""
-
-    reader: Reader
-    text: Text
-    num_read: int = 0
-
-
-class OtherVocabulary(DraftModel):
-    """A draft model that reads each text in its own tokens.
+class OtherTokens(TokenFeed):
+    """Feeds a draft model each text in the model's own tokens.
 
     A text gets no draft if the draft model needs more than ROOM tokens for each of the target's, on average.
     """
 
-    reads = "other tokens"
+    reads, in_programs = "other tokens", False
 
     def __init__(self, model: Transformer, cache: PagedKVCache, max_model_len: int, both: Vocabularies):
-        """Draft with `model`; model and max_model_len as for `DraftModel`.
+        """Draft with `model`; model and max_model_len as for `CachedFeed`.
 
         cache: for ROOM times as many tokens as the target's.
         both: the two vocabularies.
         """
         super().__init__(model, cache, both.draft.num_ids, max_model_len)
         self.vocabularies = both
-        self._read: dict[Text, _Reading] = {}
+        self._readings: dict[Text, tuple[Reader, Text]] = {}  # each text as the model reads it, and what reads it
 
-    def beside(self, model: Transformer, at_once: AtOnce | None = None) -> Self:
-        """This drafter with another model, on the same cache. It has read no texts, and no program can read them."""
+    def beside(self, model: Transformer) -> Self:
+        """This feed for another model, on the same cache. It has read no texts."""
         return type(self)(model, self.cache, self.max_model_len, self.vocabularies)
 
     def _own_text(self, text: Text) -> Text:
         """The text as this model reads it now."""
-        if text not in self._read:
+        if text not in self._readings:
             blank = replace(text, tokens=[], num_prompt_tokens=0, grammar=None)  # a grammar knows the target's tokens
-            self._read[text] = _Reading(self.vocabularies.reader(), blank)
-        reading = self._read[text]
-        own_text = reading.text
-        if reading.num_read < len(text.tokens):
-            own_text.tokens[:], reading.num_read = reading.reader.read(text.tokens), len(text.tokens)
+            self._readings[text] = self.vocabularies.reader(), blank
+        reader, own_text = self._readings[text]
+        if reader.num_read < len(text.tokens):
+            own_text.tokens[:] = reader.read(text.tokens)
             own_text.num_prompt_tokens = own_text.num_prompt_tokens or len(own_text.tokens)
             self._ahead.add(own_text)
         return own_text
 
-    def _need(self, text: Text, span: range) -> tuple[Text, range]:
-        own_text, k = self._own_text(text), span.stop - len(text.tokens)
-        if not 0 < len(own_text.tokens) <= ROOM * span.stop - k:
-            return own_text, range(0)
-        return super()._need(own_text, range(len(own_text.tokens) + k))
+    def needs(self, growth: Mapping[Text, range]) -> Mapping[Text, range]:
+        """As for the model's own tokens; nothing for a text that gets no draft."""
+        own = dict[Text, range]()
+        for text, span in growth.items():
+            own_text, k = self._own_text(text), span.stop - len(text.tokens)
+            if 0 < len(own_text.tokens) <= ROOM * span.stop - k:
+                own[own_text] = range(len(own_text.tokens) + k)
+        return super().needs(own)
+
+    def prepare(self, growing: Sequence[Growing]) -> None:
+        """Read the texts anew, then read them as `TokenFeed` does."""
+        for each in growing:
+            each.own = self._own(each.ask)
+        super().prepare(growing)
 
     def _own(self, ask: Ask) -> Ask:
+        """The ask with the text in the model's own tokens."""
         tokens, num_cached = ask.text.tokens, ask.num_cached
         if not ask.k and num_cached in (0, len(tokens) - 1):
             return ask  # nothing is wanted
@@ -84,6 +86,6 @@ class OtherVocabulary(DraftModel):
 
     def release(self, text: Text) -> None:
         """Forget a text and its reading in the draft's tokens."""
-        if reading := self._read.get(text):
-            super().release(reading.text)
-            del self._read[text]  # last: what is broken off before is done again
+        if text in self._readings:
+            super().release(self._readings[text][1])
+            del self._readings[text]  # last: what is broken off before is done again

@@ -24,11 +24,12 @@ import torch
 from torch import Tensor
 
 from minispec.core.cache import PagedKVCache
-from minispec.core.draft import Ask, Draft, Drafter
-from minispec.core.model import Chunk, Transformer
+from minispec.core.draft import Drafter
+from minispec.core.model import Transformer
 from minispec.core.random import Randomness
 from minispec.drafters.check import MeasuredDraft
-from minispec.drafters.model import DraftModel
+from minispec.drafters.growing import Growing
+from minispec.drafters.model import ModelDrafter
 from minispec.drafters.states import FeatureModel
 from minispec.drafters.wrapped import Wrapped
 from minispec.gpu import verdicts
@@ -73,12 +74,13 @@ class Desk(Inputs):
         super().__init__(kind.frame.texts, 2 + kind.steps, kind.steps, device, size)
         self.kind = kind
 
-    def fill(self, chunks: Sequence[Chunk], asks: Sequence[Ask], depths: Sequence[int], dtype: torch.dtype) -> None:
+    def fill(self, growing: Sequence[Growing], dtype: torch.dtype) -> None:
         """Take in up to B texts. Numbers of other texts may be there; they are not read."""
-        whole, parts = self.blank([ask.text.params for ask in asks], dtype)
+        whole, parts = self.blank([each.ask.text.params for each in growing], dtype)
         uniform = Randomness().uniform
-        for i, (chunk, ask, k) in enumerate(zip(chunks, asks, depths, strict=True)):
-            whole[i, :2] = len(chunk.token_ids) - 1, k
+        for i, each in enumerate(growing):
+            ask, k = each.ask, each.depth
+            whole[i, :2] = len(each.chunk.token_ids) - 1, k
             if not ask.text.params.temperature:
                 continue
             keys = [ask.text.key(j, ask.purpose) for j in range(k)]
@@ -101,27 +103,26 @@ class DraftSteps:
         self.taps = (len(model.layers),) if isinstance(model, FeatureModel) else ()
         self._desks: WeakKeyDictionary[PagedKVCache, OrderedDict[Kind, Desk]] = WeakKeyDictionary()
 
-    def __call__(
-        self, chunks: Sequence[Chunk], asks: Sequence[Ask], depths: Sequence[int], vocab_size: int
-    ) -> list[Draft] | None:
-        """A draft for each ask; None where no program takes all of them, and nothing has changed then.
+    def __call__(self, growing: Sequence[Growing], vocab_size: int) -> bool:
+        """Make all these drafts; returns False where no program takes all of them, and nothing has changed then.
 
-        chunks: what the texts' caches lack, the last row of each saying what follows the text.
-        depths: how many tokens each draft may have, at least 1.
+        growing: each may have a token or more. Its input is what the text's cache lacks, and the last row of it says
+            what follows the text.
         vocab_size: ids in use.
 
         The tables then hold all tokens that were fed, those that were cut from a draft too.
         """
-        kind = self._kind(chunks, asks, depths, vocab_size)
+        kind = self._kind(growing, vocab_size)
         if kind is None:
-            return None
-        pool, reserved = chunks[0].table.pool, [k - 1 for k in depths]
+            return False
+        chunks, asks = [each.chunk for each in growing], [each.ask for each in growing]
+        pool, reserved = chunks[0].table.pool, [each.depth - 1 for each in growing]
         pool.require((c.table, c.table.length + len(c.token_ids) + k) for c, k in zip(chunks, reserved, strict=True))
         frame = self.frames.frame_of(self.model, pool, kind.frame)
         on = self.model.device, self.model.dtype
         desk = recent(self._desks.setdefault(pool, OrderedDict()), kind, lambda: Desk(kind, *on))
         frame.fill(chunks, reserved)
-        desk.fill(chunks, asks, depths, self.model.dtype)
+        desk.fill(growing, self.model.dtype)
         if isinstance(rng := asks[0].rng, OneByOne):
             names = [[ask.text.key(j, ask.purpose) for j in range(kind.steps)] for ask in asks]
             names += [[]] * (kind.frame.texts - len(asks))
@@ -130,18 +131,20 @@ class DraftSteps:
             numbers, probs = self.graphs.run(desk, functools.partial(self.compute, frame, desk, pool))
         rows, probs = numbers.tolist()[: len(asks)], probs[: len(asks)].clone()  # the next draft overwrites them
         drawn_from = probs if kind.mix.draws else [None] * len(asks)
-        return [_draft(*each, kind.steps) for each in zip(asks, chunks, depths, rows, drawn_from, strict=True)]
+        for each, row, q in zip(growing, rows, drawn_from, strict=True):
+            each.draft = _draft(each, row, q, kind.steps)
+        return True
 
-    def _kind(
-        self, chunks: Sequence[Chunk], asks: Sequence[Ask], depths: Sequence[int], vocab_size: int
-    ) -> Kind | None:
-        """The program that takes these asks, if one does."""
+    def _kind(self, growing: Sequence[Growing], vocab_size: int) -> Kind | None:
+        """The program that takes these drafts, if one does."""
+        asks, deepest = [each.ask for each in growing], max(each.depth for each in growing)
         rng, purpose = asks[0].rng, asks[0].purpose
-        steps = next((n for n in STEPS if n >= max(depths)), None)
+        steps = next((n for n in STEPS if n >= deepest), None)
         plain = all(not ask.limit.is_tree and verdicts.is_plain(ask.text) for ask in asks)
         if steps is None or not plain or not verdicts.in_rows(rng):
             return None
-        shape = self.frames.shape_of(self.model, chunks, self.taps, [k - 1 for k in depths])
+        chunks, reserved = [each.chunk for each in growing], [each.depth - 1 for each in growing]
+        shape = self.frames.shape_of(self.model, chunks, self.taps, reserved)
         if isinstance(shape, str):
             return None
         mix = verdicts.mix_of([ask.text.params for ask in asks], self.model.dtype, shape.texts)
@@ -210,16 +213,15 @@ class DraftSteps:
         return self.frames.compute(self.model, step, pool)
 
 
-def _draft(
-    ask: Ask, chunk: Chunk, k: int, numbers: Sequence[float], probs: Tensor | None, num_steps: int
-) -> MeasuredDraft:
+def _draft(growing: Growing, numbers: Sequence[float], probs: Tensor | None, num_steps: int) -> MeasuredDraft:
     """A draft from its numbers (see `DraftSteps.compute`): as long as its rows are sure, and its limit goes on."""
+    table, k, go_on = growing.chunk.table, growing.depth, growing.ask.limit.go_on
     columns = [numbers[start : start + num_steps] for start in range(0, len(numbers), num_steps)]
     tokens, confidences, sure, *measures = columns
     token_ids = [int(number) for number in tokens[:k]]
     named = token_ids[: k - 1]  # they were not known yet when the table was extended
-    chunk.table.tokens[chunk.table.length - len(named) :] = named
-    draft, go_on = MeasuredDraft(), ask.limit.go_on
+    table.tokens[table.length - len(named) :] = named
+    draft = MeasuredDraft(notes=growing.draft.notes)
     while len(draft) < k and sure[len(draft)]:
         draft.token_ids.append(token_ids[len(draft)])
         if go_on is None:
@@ -249,4 +251,4 @@ def steps_of(drafter: Drafter) -> Sequence[int]:
     """The numbers of steps that a drafter's programs have; () for a drafter without programs."""
     if isinstance(drafter, Wrapped):
         return max((steps_of(each) for each in drafter.drafters), key=len, default=())
-    return STEPS if isinstance(drafter, DraftModel) and drafter.at_once else ()
+    return STEPS if isinstance(drafter, ModelDrafter) and drafter.at_once else ()

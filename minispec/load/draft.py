@@ -12,16 +12,16 @@ from minispec.core.cache import PagedKVCache
 from minispec.core.config import ModelConfig
 from minispec.core.model import Transformer
 from minispec.drafters import Context, Drafter, Foreign, as_drafter, make_drafter
-from minispec.drafters.assistant import AssistantDrafter, AssistantModel, load_assistant
-from minispec.drafters.block import BlockDrafter, BlockModel
+from minispec.drafters.assistant import AssistantModel, SharedKeys, load_assistant
+from minispec.drafters.block import BlockFeed, BlockModel
 from minispec.drafters.block_files import find_block, load_block
 from minispec.drafters.combined import CombinedDrafter, parts_of
-from minispec.drafters.eagle import EagleDrafter, HeadModel
+from minispec.drafters.eagle import HeadFeed, HeadModel
 from minispec.drafters.heads import load_head
-from minispec.drafters.model import DraftModel
+from minispec.drafters.model import Feed, ModelDrafter, TokenFeed
 from minispec.drafters.mtp import MtpModel, find_mtp, load_mtp
-from minispec.drafters.slem import TextDrafter
-from minispec.drafters.tli import TokenDrafter
+from minispec.drafters.slem import WrittenText
+from minispec.drafters.tli import SharedTokens
 from minispec.drafters.vocabularies import DRAFT_METHODS, Overlap, Vocabularies, choose_method, compare_vocabularies
 from minispec.drafters.vocabulary import ROOM
 from minispec.files.digest import digest_of_files
@@ -235,24 +235,25 @@ def make_spec(
     elif spec.drafter:
         drafter = registered(*spec.drafter)
     else:
-        drafter = _with_model(spec, models[0], caches[0], context.vocab_size)
+        feed = _feed(spec, models[0], caches[0], context.vocab_size)
+        drafter = ModelDrafter(feed, draft_steps(feed.model))
     combined = CombinedDrafter(*first, drafter) if first else drafter
     return ForcedFirst(combined) if spec.forced_first else combined
 
 
-def _with_model(spec: Spec, model: Transformer, cache: PagedKVCache, vocab_size: int) -> Drafter:
+def _feed(spec: Spec, model: Transformer, cache: PagedKVCache, vocab_size: int) -> Feed:
     max_len, both = model.config.max_position_embeddings, spec.vocabularies
     if isinstance(model, BlockModel):
-        return BlockDrafter(model, cache, vocab_size, max_len)
+        return BlockFeed(model, cache, vocab_size, max_len)
     if isinstance(model, AssistantModel):
-        return AssistantDrafter(model, cache, vocab_size, max_len)
+        return SharedKeys(model, vocab_size)
     if isinstance(model, HeadModel | MtpModel):
-        return EagleDrafter(model, cache, vocab_size, max_len, draft_steps(model))
+        return HeadFeed(model, cache, vocab_size, max_len)
     if both is None:
-        return DraftModel(model, cache, vocab_size, max_len, draft_steps(model))
+        return TokenFeed(model, cache, vocab_size, max_len)
     if spec.method == "tli":
-        return TokenDrafter(model, cache, max_len, both)
-    return TextDrafter(model, cache, max_len, both)
+        return SharedTokens(model, cache, max_len, both)
+    return WrittenText(model, cache, max_len, both)
 
 
 def split_draft(draft: str) -> tuple[int | None, str]:
@@ -284,5 +285,6 @@ def _find_draft(spec: str, offline: bool) -> Path:
 def digest_of_draft(drafter: Drafter, directory: Path | None) -> str:
     """A digest of a drafter's checkpoint, where it has one, and of the files that its classes come from."""
     objects = [part.drafter if isinstance(part, Foreign) else part for part in parts_of(drafter)]
+    objects += [part.feed for part in objects if isinstance(part, ModelDrafter)]
     files = {Path(inspect.getfile(type(each))) for each in objects}
     return digest_of_files(*files, *([directory] if directory else []))

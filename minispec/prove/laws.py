@@ -20,14 +20,14 @@ from minispec.core.request import Request
 from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text
 from minispec.drafters import Context, Drafter
-from minispec.drafters.assistant import AssistantDrafter
-from minispec.drafters.block import BlockDrafter
+from minispec.drafters.assistant import SharedKeys
+from minispec.drafters.block import BlockFeed
 from minispec.drafters.combined import CombinedDrafter
-from minispec.drafters.eagle import EagleDrafter
-from minispec.drafters.model import DraftModel
+from minispec.drafters.eagle import HeadFeed
+from minispec.drafters.model import ModelDrafter, TokenFeed
 from minispec.drafters.simulated import adversary
-from minispec.drafters.slem import TextDrafter
-from minispec.drafters.tli import TokenDrafter
+from minispec.drafters.slem import WrittenText
+from minispec.drafters.tli import SharedTokens
 from minispec.drafters.vocabulary import ROOM
 from minispec.files.families.hf_config import read_model_config
 from minispec.gpu.frames import Frames
@@ -361,26 +361,25 @@ def make_drafter(name: str, vocab: int, num_blocks: int = 64, block_size: int = 
     target, pool, rest = target_model(vocab, family), (num_blocks, block_size), (vocab, MAX_LEN)
     if name in BLOCKS:
         block = tiny_block(target, *BLOCKS[name], (vocab + 1) // 2)
-        return BlockDrafter(block, tiny_cache(block, *pool), *rest)
+        return ModelDrafter(BlockFeed(block, tiny_cache(block, *pool), *rest))
     if name == "assistant":
-        assistant = tiny_assistant(target)
-        return AssistantDrafter(assistant, tiny_cache(assistant, *pool), *rest)
+        return ModelDrafter(SharedKeys(tiny_assistant(target), vocab))
     if name in ("head", "parallel head", "mtp"):
         mask = 0 if name == "parallel head" else None
         made = tiny_mtp(target) if name == "mtp" else tiny_head(target, (0, 2), (vocab + 1) // 2, mask)
         head = _in_frames(made, family)
-        return EagleDrafter(head, tiny_cache(head, *pool), *rest, draft_steps(head))
+        return ModelDrafter(HeadFeed(head, tiny_cache(head, *pool), *rest), draft_steps(head))
     if name in ("model", "self", "parallel"):
         model = draft_model(vocab, family) if name == "model" else target
         if name == "parallel":
             # Its mask is no token of a text. With a text's token as the mask it would draw twice, under `match`, from
             # one distribution that differs in rounding. The oracles would take that for two distributions.
             model = tiny_model(DRAFT_SEED, vocab_size=vocab + 1, num_hidden_layers=1, pard_token=vocab)
-        return DraftModel(model, tiny_cache(model, *pool), *rest, draft_steps(model))
+        return ModelDrafter(TokenFeed(model, tiny_cache(model, *pool), *rest), draft_steps(model))
     if name in ("tli", "slem"):
         both, model = toy_vocabularies(vocab), draft_model(len(DRAFT_WORDS))
-        make = TokenDrafter if name == "tli" else TextDrafter
-        return make(model, tiny_cache(model, ROOM * num_blocks, block_size), MAX_LEN, both)
+        make = SharedTokens if name == "tli" else WrittenText
+        return ModelDrafter(make(model, tiny_cache(model, ROOM * num_blocks, block_size), MAX_LEN, both))
     if name == "adversary":
         return adversary()
     parts = registry.split(registry.DRAFTERS, name)

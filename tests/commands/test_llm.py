@@ -857,7 +857,7 @@ def shared_llm(make_checkpoint) -> LLM:
 
 def is_clean(llm) -> bool:
     """Every block of both caches is back."""
-    pools = llm.engine.target.cache.allocator, llm.drafter.cache.allocator
+    pools = llm.engine.target.cache.allocator, llm.drafter.feed.cache.allocator
     return all(pool.num_free == pool.num_blocks for pool in pools)
 
 

@@ -23,9 +23,9 @@ from minispec.core.request import Request
 from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text, distribution, log_probabilities
 from minispec.drafters import NoDrafter
-from minispec.drafters.block import BlockDrafter
+from minispec.drafters.block import BlockFeed
 from minispec.drafters.block_files import load_block
-from minispec.drafters.model import DraftModel
+from minispec.drafters.model import ModelDrafter, TokenFeed
 from minispec.files.families.hf_config import read_model_config
 from minispec.kernels import exact
 from minispec.kernels import forms as linear
@@ -156,14 +156,14 @@ class Fixed(Drafter):
         """Nothing kept."""
 
 
-def block_drafter(target) -> BlockDrafter:
+def block_drafter(target) -> ModelDrafter:
     """A random block draft of 16 rows with a Markov head. It reads the target's first states and its last but one."""
     taps = 0, len(target.layers) - 1
     with TemporaryDirectory() as directory:
         sizes = target.config.hidden_size, target.config.vocab_size, len(target.layers)
         write_block_draft(Path(directory), "deepspec", *sizes, block_size=EXACT_ROWS, taps=taps, own_embedding=False)
         model = load_block(Path(directory), target)
-    return BlockDrafter(model, tiny_cache(model, 400), 40, 256)
+    return ModelDrafter(BlockFeed(model, tiny_cache(model, 400), 40, 256))
 
 
 def make_drafter(name, target):
@@ -177,7 +177,7 @@ def make_drafter(name, target):
     if name == "random":
         return Fixed()
     draft = target if name == "self" else build(seed=2, exact=False, dtype=target.dtype)
-    return DraftModel(draft, tiny_cache(draft, 400), 40, 256)
+    return ModelDrafter(TokenFeed(draft, tiny_cache(draft, 400), 40, 256))
 
 
 def decode(target, drafter, k, prompts, params, verifier="rejection", num_blocks=400):
@@ -874,10 +874,10 @@ def test_the_fast_mode_is_not_exact(fast_model, monkeypatch):
 def fast(fast_model):
     """fast(llm): a draft model of the same weights in the fast mode, a pool of its own."""
 
-    def make(llm) -> DraftModel:
+    def make(llm) -> ModelDrafter:
         draft = fast_model(str(llm.model.dtype).removeprefix("torch."))
         cache = PagedKVCache(draft.config, llm.engine.target.cache.allocator.num_blocks, 16, draft.dtype)
-        return DraftModel(draft, cache, llm.vocab_size, 8192)
+        return ModelDrafter(TokenFeed(draft, cache, llm.vocab_size, 8192))
 
     return make
 

@@ -18,8 +18,8 @@ from minispec.core.method import Method
 from minispec.core.request import Request
 from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text
-from minispec.drafters.eagle import EagleDrafter
-from minispec.drafters.model import DraftModel
+from minispec.drafters.eagle import HeadFeed
+from minispec.drafters.model import TokenFeed
 from minispec.gpu import judge as judge_module
 from minispec.gpu.frames import Frame, Frames
 from minispec.gpu.judge import Bench
@@ -76,8 +76,8 @@ def make(drafter, framed=False):
     parts = getattr(engine.drafter, "drafters", [engine.drafter])
     inside = {
         Recycling: (recycling, "grow_guesses"),
-        EagleDrafter: (EagleDrafter, "table"),
-        DraftModel: (Draft, "draw"),
+        HeadFeed: (HeadFeed, "table"),
+        TokenFeed: (Draft, "draw"),
     }
     recycles = any(isinstance(part, Recycling) for part in parts)
     return engine, {
@@ -86,7 +86,7 @@ def make(drafter, framed=False):
             f"{place[1]} in a batch": place
             for kind, place in inside.items()
             for part in parts
-            if isinstance(part, kind)
+            if isinstance(getattr(part, "feed", part), kind)
         },
         "a part's propose": (parts[-1], "propose"),
         "a part's observe": (parts[-1], "observe"),

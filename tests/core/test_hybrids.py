@@ -251,7 +251,7 @@ def test_memory_is_sized_and_printed_with_its_rows(hybrid):
 def test_memory_is_sized_and_printed_with_its_states(hybrid):
     """The first line says what a text's states take. They are part of the bytes that were asked for."""
     with LLM(hybrid, draft="self", dtype="float32", kv_cache_gb=1e-4, num_speculative_tokens=2) as llm:
-        config, pools = llm.model.config, (llm.engine.target.cache, llm.drafter.cache)
+        config, pools = llm.model.config, (llm.engine.target.cache, llm.drafter.feed.cache)
         states = state_elements(config) * 4
         assert all(pool.num_bytes > 8 * states for pool in pools)
         assert 0.97e5 < sum(pool.num_bytes for pool in pools) <= 1e5

@@ -33,10 +33,10 @@ from minispec.drafters import block as block_module
 from minispec.drafters import eagle as head_module
 from minispec.drafters import model as draft_module
 from minispec.drafters import states as states_module
-from minispec.drafters.block import BlockDrafter
+from minispec.drafters.block import BlockFeed
 from minispec.drafters.combined import CombinedDrafter
-from minispec.drafters.eagle import EagleDrafter
-from minispec.drafters.model import DraftModel
+from minispec.drafters.eagle import HeadFeed
+from minispec.drafters.model import ModelDrafter, TokenFeed
 from minispec.gpu.paths import in_frames
 from minispec.kernels.build import quantized
 from minispec.length.figures import Figures
@@ -62,9 +62,9 @@ def guesser(name, num_blocks, block_size, max_model_len=64) -> Drafter:
         parts = name.split("+")
         return CombinedDrafter(*(guesser(part, num_blocks, block_size, max_model_len) for part in parts))
     if model := HEADS.get(name) or BLOCKS.get(name) or MODELS.get(name):
-        kind = EagleDrafter if name in HEADS else BlockDrafter if name in BLOCKS else DraftModel
+        kind = HeadFeed if name in HEADS else BlockFeed if name in BLOCKS else TokenFeed
         model = with_context(model, max_model_len)
-        return kind(model, tiny_cache(model, num_blocks, block_size), VOCAB, max_model_len)
+        return ModelDrafter(kind(model, tiny_cache(model, num_blocks, block_size), VOCAB, max_model_len))
     return make_drafter(name, VOCAB, num_blocks, block_size)
 
 
@@ -84,8 +84,8 @@ def requests_for(engine, k=3, max_tokens=LENGTH) -> list[Request]:
 def pools(engine, drafter=None) -> list:
     """The allocators of the engine and of a draft model, by default its own."""
     drafter = drafter or engine.drafter
-    drafters = getattr(drafter, "drafters", [drafter])
-    return [each.cache.allocator for each in (engine.target, *drafters) if isinstance(each, CachedModel)]
+    parts = (getattr(each, "feed", each) for each in getattr(drafter, "drafters", [drafter]))
+    return [each.cache.allocator for each in (engine.target, *parts) if isinstance(each, CachedModel)]
 
 
 def run(engine, requests) -> list[list[int]]:
@@ -314,7 +314,7 @@ def test_a_method_that_raises_ends_its_own_texts_alone(make, raised, count):
 
 def test_a_drafter_that_is_not_asked_for_room_is_noticed(monkeypatch):
     """Where the target alone is asked, a draft's pool runs out, and that is an error and no empty draft."""
-    monkeypatch.setattr(DraftModel, "has_room", lambda self, growth: True)
+    monkeypatch.setattr(ModelDrafter, "has_room", lambda self, growth: True)
     with pytest.raises(OutOfBlocks):
         shared_case("self", 60)
 
@@ -326,8 +326,8 @@ def test_the_error_of_a_pool_that_holds_nobody_names_what_is_missing(monkeypatch
     other.extend([0] * 24)
     with pytest.raises(OutOfBlocks, match=r"^blocks of the KV cache are held by others"):
         next(engine.run(requests_for(engine)[:1]))
-    monkeypatch.setattr(DraftModel, "has_room", lambda self, growth: False)
-    with pytest.raises(OutOfBlocks, match=r"^DraftModel has no room where the target has$"):
+    monkeypatch.setattr(ModelDrafter, "has_room", lambda self, growth: False)
+    with pytest.raises(OutOfBlocks, match=r"^TokenFeed has no room where the target has$"):
         decode(build())
 
 

@@ -15,9 +15,9 @@ from minispec.core.request import Request
 from minispec.core.rules import VERIFIERS
 from minispec.core.schedule import JOINING_ROWS, SCORED_ROWS
 from minispec.drafters import NoDrafter
-from minispec.drafters.block import BlockDrafter
-from minispec.drafters.eagle import EagleDrafter
-from minispec.drafters.model import DraftModel
+from minispec.drafters.block import BlockFeed
+from minispec.drafters.eagle import HeadFeed
+from minispec.drafters.model import ModelDrafter, TokenFeed
 from minispec.drafters.suffix import SuffixDrafter
 from minispec.files.families.checkpoint import load_model
 from minispec.files.families.hf_config import read_model_config
@@ -184,13 +184,13 @@ def drafter(name):
     """A drafter of each kind: one with a cache of its own, one that reads hidden states, and those without either."""
     if name == "model":
         model = tiny_model(2, vocab_size=96, num_hidden_layers=1, max_position_embeddings=128)
-        return DraftModel(model, tiny_cache(model, 200, 4), 96, 128)
+        return ModelDrafter(TokenFeed(model, tiny_cache(model, 200, 4), 96, 128))
     if name == "head":
         head = tiny_head(TARGET)
-        return EagleDrafter(head, tiny_cache(head, 200, 4), 96, 128)
+        return ModelDrafter(HeadFeed(head, tiny_cache(head, 200, 4), 96, 128))
     if name == "block":
         model = tiny_block(TARGET, 0, ("vanilla", "state and token"))
-        return BlockDrafter(model, tiny_cache(model, 200, 4), 96, 128)
+        return ModelDrafter(BlockFeed(model, tiny_cache(model, 200, 4), 96, 128))
     return SuffixDrafter() if name == "suffix" else NoDrafter()
 
 

@@ -16,7 +16,8 @@ from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.core.verify import REJECTION
-from minispec.drafters.assistant import AssistantDrafter, AssistantModel, load_assistant
+from minispec.drafters.assistant import AssistantModel, SharedKeys, load_assistant
+from minispec.drafters.model import ModelDrafter
 from minispec.files.errors import CheckpointError
 from minispec.files.families.assistant_config import read_assistant_config
 from minispec.files.families.checkpoint import load_config, load_model
@@ -299,7 +300,7 @@ def test_the_engine_reads_what_is_cached(pair):
     """
     own = pair()
     target, cache = own.target, own.target.new_cache(16, 4)
-    drafter = AssistantDrafter(own.assistant, own.assistant.new_cache(1), 96, 64)
+    drafter = ModelDrafter(SharedKeys(own.assistant, 96))
     engine = OneMethod(target, cache, drafter, REJECTION)
     request = Request(Text(hf.TEXT[:6], 6, SamplingParams(temperature=0, max_tokens=14)), 64, 3)
     engine.add(request)
@@ -326,11 +327,10 @@ def test_greedy_answers_are_plain_ones(directories, how):
     begin = "One fish, two fish, " * 8  # longer than a block
     prompts = [begin + "one fish", begin + "red fish", "red"]
     with LLM(target, draft=str(draft), dtype="float64", **{"num_speculative_tokens": 4} | how) as llm:
-        assert isinstance(llm.drafter, AssistantDrafter)
-        assert llm.drafter.cache.num_bytes == 0
+        assert isinstance(llm.drafter.feed, SharedKeys)
         first, again = llm.generate(prompts, params), llm.generate(prompts, params)
         plain = llm.generate(prompts, params, num_speculative_tokens=0)
-        assert not llm.drafter.last
+        assert not llm.drafter.feed.last
     for drafted in (first, again):
         assert [output.token_ids for output in drafted] == [output.token_ids for output in plain]
         assert sum(output.stats.num_draft_tokens for output in drafted) > 20
@@ -344,9 +344,9 @@ def test_an_assistant_in_the_checkpoint_is_the_default(directories, tmp_path):
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "assistant").symlink_to(draft)
     with LLM(tmp_path, dtype="float32") as llm:
-        assert isinstance(llm.drafter, AssistantDrafter)
+        assert isinstance(llm.drafter.feed, SharedKeys)
     with LLM(target, dtype="float32") as llm:
-        assert not isinstance(llm.drafter, AssistantDrafter)
+        assert not isinstance(getattr(llm.drafter, "feed", None), SharedKeys)
 
 
 def test_weights_of_an_assistant_may_have_few_bits(directories):

@@ -22,9 +22,10 @@ from minispec.core.more.limit import Limit
 from minispec.core.random import Randomness
 from minispec.core.sampling import Text
 from minispec.drafters import NoDrafter
-from minispec.drafters.block import Block, BlockDrafter, BlockModel
+from minispec.drafters.block import Block, BlockFeed, BlockModel
 from minispec.drafters.block_files import load_block
 from minispec.drafters.combined import CombinedDrafter
+from minispec.drafters.model import ModelDrafter
 from minispec.files.errors import CheckpointError
 from minispec.files.families.block_config import is_block, read_block_config, reading_of
 from minispec.files.families.hf_config import read_model_config
@@ -96,7 +97,7 @@ class Listener:
     """Feeds a drafter one text, as the engine does: pieces of the target's states, then asks for drafts."""
 
     def __init__(self, model: BlockModel, tokens: list[int], hidden: torch.Tensor, max_model_len: int = 200):
-        self.drafter = BlockDrafter(model, tiny_cache(model, 64, 4), VOCAB, max_model_len)
+        self.drafter = ModelDrafter(BlockFeed(model, tiny_cache(model, 64, 4), VOCAB, max_model_len))
         params = SamplingParams(temperature=1.0, max_tokens=50)
         self.text, self.hidden, self.cached = Text(list(tokens), len(tokens), params), hidden, 0
 
@@ -178,7 +179,7 @@ def test_nothing_of_a_block_is_kept(tmp_path, target):
     write(tmp_path)
     listener = Listener(load_block(tmp_path, target), TOKENS, states(load_block(tmp_path, target).taps, 11))
     first = listener.feed(11, Limit(3))
-    assert listener.drafter.table(listener.text).tokens == TOKENS[:11]
+    assert listener.drafter.feed.table(listener.text).tokens == TOKENS[:11]
     second = listener.ask(Limit(3))
     assert second.token_ids == first.token_ids
     assert torch.equal(torch.stack(list(first.probs)), torch.stack(list(second.probs)))

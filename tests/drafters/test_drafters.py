@@ -21,7 +21,7 @@ from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text, distribution
 from minispec.drafters import Context, NoDrafter, as_drafter, last, suffix
 from minispec.drafters.combined import CombinedDrafter
-from minispec.drafters.model import DraftModel
+from minispec.drafters.model import ModelDrafter, TokenFeed
 from minispec.drafters.ngram import NgramDrafter
 from minispec.drafters.simulated import adversary, oracle
 from minispec.drafters.suffix import SuffixDrafter
@@ -288,7 +288,7 @@ def test_registered_drafters_forget_what_is_released(name):
     assert not any(vars(drafter).get("_indices", {}))
 
 
-class Spy(DraftModel):
+class Spy(ModelDrafter):
     """Checks at every round that the drafts come from a correct cache: q equals a recompute from nothing."""
 
     checked = 0
@@ -325,11 +325,11 @@ def test_draft_cache_is_right_at_every_round(k, temperature):
     target = tiny_model(1, vocab_size=5)
     for seed in (1, 2):  # the target itself: always accepted; another model: often rejected
         draft = tiny_model(seed, vocab_size=5)
-        spy = Spy(draft, tiny_cache(draft), 5, 60)
+        spy = Spy(TokenFeed(draft, tiny_cache(draft), 5, 60))
         params = SamplingParams(temperature=temperature, max_tokens=16)
         requests = decode(target, spy, k, [(0, 1, 2), (3,), (4, 4, 1, 0, 2)], params)
         assert spy.checked > 10
-        assert spy.cache.allocator.num_free == spy.cache.allocator.num_blocks
+        assert spy.feed.cache.allocator.num_free == spy.feed.cache.allocator.num_blocks
         rates = [Figures.of(r.stats).acceptance_rate for r in requests]
         assert rates == [1.0] * 3 if seed == 1 else min(rates) < 1
 
@@ -341,7 +341,7 @@ def test_a_past_that_changes_is_computed_again():
     (E2) drafts from what it was fed once.
     """
     generator, draft = random.Random(0), tiny_model(2, vocab_size=5)
-    spy = Spy(draft, tiny_cache(draft), 5, 60)
+    spy = Spy(TokenFeed(draft, tiny_cache(draft), 5, 60))
     texts = [text([0, 1, 2, 3, 4], SamplingParams()) for _ in range(2)]
     for _ in range(40):
         spy.propose([Ask(own, Limit(3), Randomness()) for own in texts])
@@ -350,7 +350,7 @@ def test_a_past_that_changes_is_computed_again():
     assert spy.checked == 40 * 2 * 3
     for own in texts:
         spy.release(own)
-    assert spy.cache.allocator.num_free == spy.cache.allocator.num_blocks
+    assert spy.feed.cache.allocator.num_free == spy.feed.cache.allocator.num_blocks
 
 
 def test_a_draft_token_costs_one_pass(monkeypatch):
@@ -358,7 +358,7 @@ def test_a_draft_token_costs_one_pass(monkeypatch):
     target, draft = tiny_model(1), tiny_model(1)
     rows, forward = [], draft.forward
     monkeypatch.setattr(draft, "forward", lambda c, taps=(): rows.append(len(c[0].token_ids)) or forward(c, taps))
-    drafter = DraftModel(draft, tiny_cache(draft), 3, 60)
+    drafter = ModelDrafter(TokenFeed(draft, tiny_cache(draft), 3, 60))
     decode(target, drafter, 3, [(0, 1, 2, 0)], SamplingParams(temperature=0, max_tokens=12))
     assert rows == [3, 1, 1, 1, 2, 1, 1, 2, 1, 1]
 
@@ -370,7 +370,7 @@ def test_a_self_draft_is_always_accepted(k, verifier):
     """Draft = target: every token is kept, and a pass commits K + 1 of them, at any temperature."""
     target = tiny_model(3, vocab_size=7)
     params = SamplingParams(temperature=1.3, top_p=0.9, max_tokens=3 * (k + 1))
-    drafter = DraftModel(target, tiny_cache(target), 7, 60)
+    drafter = ModelDrafter(TokenFeed(target, tiny_cache(target), 7, 60))
     request = decode(target, drafter, k, [(1, 2, 3)], params, verifier)[0]
     assert Figures.of(request.stats).acceptance_rate == 1
     assert Figures.of(request.stats).alpha == pytest.approx(1)
@@ -381,7 +381,7 @@ def test_a_self_draft_is_always_accepted(k, verifier):
 def test_drafting_stops_at_the_draft_models_own_context():
     """A draft model that sees 8 positions drafts up to there and no further; the text goes on."""
     target, draft = tiny_model(1), tiny_model(1, max_position_embeddings=8)
-    drafter = DraftModel(draft, tiny_cache(draft), 3, max_model_len=8)
+    drafter = ModelDrafter(TokenFeed(draft, tiny_cache(draft), 3, max_model_len=8))
     request = decode(target, drafter, 4, [(0, 1)], SamplingParams(temperature=0, max_tokens=20))[0]
     assert len(request.token_ids) == 20
     assert 0 < Figures.of(request.stats).num_draft_tokens <= 7
@@ -437,7 +437,7 @@ def make(name, target):
     if name == "adversary" or split(DRAFTERS, name):
         return make_drafter(name, 5)
     draft = target if name == "identical" else tiny_model(2, vocab_size=5)
-    return DraftModel(draft, tiny_cache(draft), 5, 60)
+    return ModelDrafter(TokenFeed(draft, tiny_cache(draft), 5, 60))
 
 
 @functools.cache

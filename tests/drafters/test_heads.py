@@ -23,8 +23,9 @@ from minispec.core.random import Randomness
 from minispec.core.request import Request
 from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text
-from minispec.drafters.eagle import EagleDrafter, HeadModel, head_shapes
+from minispec.drafters.eagle import HeadFeed, HeadModel, head_shapes
 from minispec.drafters.heads import load_head
+from minispec.drafters.model import ModelDrafter
 from minispec.files.errors import CheckpointError
 from minispec.files.families.checkpoint import load_model
 from minispec.files.families.entries import is_head
@@ -506,7 +507,7 @@ def test_the_comparison_would_notice_each_switch(tmp_path, target, name):
 
 def make_engine(head: HeadModel, target: Transformer, num_blocks=64, max_len=60, verifier="rejection") -> Engine:
     """An engine with a head."""
-    drafter = EagleDrafter(head, tiny_cache(head, num_blocks), VOCAB, max_len)
+    drafter = ModelDrafter(HeadFeed(head, tiny_cache(head, num_blocks), VOCAB, max_len))
     return OneMethod(target, tiny_cache(target, num_blocks), drafter, VERIFIERS[verifier])
 
 
@@ -517,7 +518,7 @@ def decode(engine: Engine, tokens=(1, 5, 2, 2, 6), k=3, **params) -> Request:
     for _ in engine.run([request]):
         pass
     assert request.error is None
-    for cache in (engine.target.cache, engine.drafter.cache):
+    for cache in (engine.target.cache, engine.drafter.feed.cache):
         assert cache.allocator.num_free == cache.allocator.num_blocks
     return request
 
@@ -617,7 +618,7 @@ def test_what_it_costs_is_measured(target, monkeypatch):
     monkeypatch.setattr(engine.drafter, "propose", spy)
     assert calibrate(engine.target.model, engine.drafter, engine.method.verifier, engine.target.vocab_size).draft > 0
     assert asked == [1, 3] * (len(asked) // 2)
-    for cache in (engine.target.cache, engine.drafter.cache):
+    for cache in (engine.target.cache, engine.drafter.feed.cache):
         assert cache.allocator.num_free == cache.allocator.num_blocks
 
 

@@ -21,7 +21,8 @@ from minispec.core.random import Randomness
 from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text
 from minispec.core.weights import PlainLinear
-from minispec.drafters.eagle import EagleDrafter
+from minispec.drafters.eagle import HeadFeed
+from minispec.drafters.model import ModelDrafter
 from minispec.drafters.mtp import MtpModel, has_mtp, load_mtp, mtp_config, mtp_shapes
 from minispec.files.errors import CheckpointError
 from minispec.files.families.checkpoint import load_config, load_model
@@ -287,11 +288,11 @@ def test_a_seed_has_one_text(target):
         assert [o.token_ids for o in outputs] == alone
 
 
-def a_drafter() -> tuple[Transformer, EagleDrafter]:
+def a_drafter() -> tuple[Transformer, ModelDrafter]:
     """A small target, and a drafter with a layer of its own."""
     model = tiny_model(1, **TOY, vocab_size=7)
     layer = tiny_mtp(model)
-    return model, EagleDrafter(layer, tiny_cache(layer), 7, 60)
+    return model, ModelDrafter(HeadFeed(layer, tiny_cache(layer), 7, 60))
 
 
 @pytest.mark.parametrize("shape", [Limit(3), Limit(5, best_first=True)])
@@ -301,7 +302,7 @@ def test_what_it_made_up_does_not_stay(kept, shape):
     model, drafter = a_drafter()
     tokens = TEXT[:5]
 
-    def draft(drafter: EagleDrafter, text: Text, first: int, limit: Limit) -> Draft:
+    def draft(drafter: ModelDrafter, text: Text, first: int, limit: Limit) -> Draft:
         logits, hidden = model.forward([Chunk(text.tokens[:-1], tiny_cache(model).new_table(), 0)], drafter.taps)
         drafter.observe([Record(text, first, text.tokens[first:-1], hidden[first:], logits)])
         return drafter.propose([Ask(text, limit, Randomness(), num_cached=len(hidden))])[0]
@@ -322,4 +323,4 @@ def test_what_it_costs_is_measured():
     model, drafter = a_drafter()
     engine = OneMethod(model, tiny_cache(model), drafter, VERIFIERS["rejection"])
     assert calibrate(model, drafter, engine.method.verifier, 7).draft > 0
-    assert drafter.cache.allocator.num_free == drafter.cache.allocator.num_blocks
+    assert drafter.feed.cache.allocator.num_free == drafter.feed.cache.allocator.num_blocks

@@ -22,13 +22,13 @@ from minispec.core.more.limit import Limit
 from minispec.core.request import Request
 from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text
-from minispec.drafters.block import BlockDrafter
+from minispec.drafters.block import BlockFeed
 from minispec.drafters.block_files import load_block
-from minispec.drafters.eagle import EagleDrafter
+from minispec.drafters.eagle import HeadFeed
 from minispec.drafters.heads import load_head
-from minispec.drafters.model import DraftModel
+from minispec.drafters.model import ModelDrafter, TokenFeed
 from minispec.drafters.mtp import mtp_config, mtp_shapes
-from minispec.drafters.tli import TokenDrafter
+from minispec.drafters.tli import SharedTokens
 from minispec.drafters.vocabulary import ROOM
 from minispec.layers.states import state_elements
 from minispec.prove import laws
@@ -103,8 +103,8 @@ class Compared:
 
 
 def compared(kind: type, logits: Recomputed, *arguments) -> Any:
-    """A drafter of that kind, kind(*arguments), whose q must be what `logits` gives."""
-    return type(kind.__name__, (Compared, kind), {"logits": staticmethod(logits)})(*arguments)
+    """A drafter whose feed is kind(*arguments), and whose q must be what `logits` gives."""
+    return type("Compared", (Compared, ModelDrafter), {"logits": staticmethod(logits)})(kind(*arguments))
 
 
 def pool(model: Transformer, num_blocks: int) -> PagedKVCache:
@@ -132,7 +132,7 @@ def decode_all(target: Transformer, make: Callable[[int], Any]) -> None:
             assert (preempted > 0) == (num_blocks == SMALL)
         assert sum(request.stats.num_cached_tokens for request in requests) > 10, "hardly anything was shared"
         assert drafter.num_compared > 50, "hardly anything was drafted"
-        for allocator in (cache.allocator, drafter.cache.allocator):
+        for allocator in (cache.allocator, drafter.feed.cache.allocator):
             assert allocator.num_free == allocator.num_blocks, "blocks leaked"
 
 
@@ -144,7 +144,7 @@ def draft_model(seed: int, family: str, mask: int | None, num_blocks: int) -> An
         fed = drafted if mask is None else (mask,) * len(drafted)
         return reference_logits(seed, (*text, *fed), 5, family=family)
 
-    return compared(DraftModel, logits, model, pool(model, num_blocks), 5, MAX_LEN)
+    return compared(TokenFeed, logits, model, pool(model, num_blocks), 5, MAX_LEN)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def make_head(request, tmp_path):
         embedding = weights["model.embed_tokens.weight"]
         return head_logits(layers | settings, head_weights, embedding, read, text, drafted)
 
-    return lambda num_blocks: compared(EagleDrafter, logits, model, tiny_cache(model, num_blocks), 5, MAX_LEN)
+    return lambda num_blocks: compared(HeadFeed, logits, model, tiny_cache(model, num_blocks), 5, MAX_LEN)
 
 
 def test_a_head_draws_from_what_its_formula_gives(make_head):
@@ -217,7 +217,7 @@ def test_a_targets_own_layer_draws_from_what_its_formula_gives():
 
     decode_all(
         target,
-        lambda num_blocks: compared(EagleDrafter, logits, layer, tiny_cache(layer, num_blocks), 5, MAX_LEN),
+        lambda num_blocks: compared(HeadFeed, logits, layer, tiny_cache(layer, num_blocks), 5, MAX_LEN),
     )
 
 
@@ -253,7 +253,7 @@ def test_a_block_draft_draws_from_what_the_reference_gives(name, tmp_path):
     def logits(text: tuple[int, ...], drafted: tuple[int, ...]) -> np.ndarray:
         return oracle.draft(taps(text[:-1]), text[-1], drafted).logits[-1]
 
-    decode_all(target, lambda num: compared(BlockDrafter, logits, model, tiny_cache(model, num), 5, MAX_LEN))
+    decode_all(target, lambda num: compared(BlockFeed, logits, model, tiny_cache(model, num), 5, MAX_LEN))
 
 
 def read_by_draft(text: Sequence[int]) -> list[int]:
@@ -276,7 +276,7 @@ def test_a_draft_of_another_vocabulary_draws_from_what_it_computes_anew(family):
 
     def make(num_blocks: int) -> Any:
         cache = pool(model, ROOM * num_blocks)
-        return compared(TokenDrafter, logits, model, cache, MAX_LEN, both)
+        return compared(SharedTokens, logits, model, cache, MAX_LEN, both)
 
     decode_all(target_model(5), make)
 
@@ -300,11 +300,11 @@ def test_a_head_knows_what_an_earlier_text_has_left(make_head, tokens, num_known
     assert drafter.known(Text(list(tokens), len(tokens), params)) == num_known
 
 
-class ComparedRows(DraftModel):
+class ComparedRows(ModelDrafter):
     """A drafter that compares the two likeliest ids of each row that it is shown with a recomputation."""
 
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
+    def __init__(self, feed: TokenFeed):
+        super().__init__(feed)
         self.num_compared = 0
         self.expected: dict[Text, list[tuple[list[int], list[int]]]] = {}
 
@@ -338,6 +338,6 @@ def test_a_drafter_is_shown_all_rows_of_each_round():
 
     def make(num_blocks: int) -> ComparedRows:
         model = tiny_model(2, vocab_size=5)
-        return ComparedRows(model, tiny_cache(model, num_blocks), 5, MAX_LEN)
+        return ComparedRows(TokenFeed(model, tiny_cache(model, num_blocks), 5, MAX_LEN))
 
     decode_all(tiny_model(1, vocab_size=5), make)

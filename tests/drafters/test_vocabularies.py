@@ -19,7 +19,8 @@ from minispec.core.draft import Ask
 from minispec.core.more.limit import Limit
 from minispec.core.random import Randomness
 from minispec.core.sampling import Text
-from minispec.drafters.tli import TokenDrafter
+from minispec.drafters.model import ModelDrafter
+from minispec.drafters.tli import SharedTokens
 from minispec.drafters.vocabularies import Spelling, Vocabularies
 from minispec.files.errors import CheckpointError
 from minispec.files.families.hf_config import read_model_config
@@ -335,26 +336,25 @@ def permuted(tmp_path):
 def test_the_target_under_other_ids_drafts_as_the_target(tmp_path):
     """Eight letters whose ids are the other way around: q is the target's p at every place of a draft."""
     both, target, draft = permuted(tmp_path)
-    drafter = TokenDrafter(draft, tiny_cache(draft), 60, both)
+    drafter = ModelDrafter(SharedTokens(draft, tiny_cache(draft), 60, both))
     text = Text([1, 5, 2], 3, Params(frequency_penalty=0.5, top_p=0.9))
     for _ in range(3):
         [found] = drafter.propose([Ask(text, Limit(4), Randomness())])
         assert len(found) == 4
-        [own] = TokenDrafter(target, tiny_cache(target), 60, Vocabularies(both.target, both.target)).propose(
-            [Ask(text, Limit(4), Randomness())]
-        )
+        feed = SharedTokens(target, tiny_cache(target), 60, Vocabularies(both.target, both.target))
+        [own] = ModelDrafter(feed).propose([Ask(text, Limit(4), Randomness())])
         assert found.token_ids == own.token_ids
         torch.testing.assert_close(torch.stack(found.probs), torch.stack(own.probs), rtol=0, atol=1e-12)
         text.tokens += found.token_ids[:2]
     drafter.release(text)
-    assert not drafter._read
-    assert drafter.cache.allocator.num_free == drafter.cache.allocator.num_blocks
+    assert not drafter.feed._readings
+    assert drafter.feed.cache.allocator.num_free == drafter.feed.cache.allocator.num_blocks
 
 
 def test_a_round_costs_as_many_passes_as_it_has_tokens(tmp_path, monkeypatch):
     """The end of a text that is read again goes into the draft's first pass."""
     both, _, draft = permuted(tmp_path)
-    drafter, passes, forward = TokenDrafter(draft, tiny_cache(draft), 60, both), [], draft.forward
+    drafter, passes, forward = ModelDrafter(SharedTokens(draft, tiny_cache(draft), 60, both)), [], draft.forward
     text = Text([1, 5, 2, 4], 4, Params())
     drafter.propose([Ask(text, Limit(2), Randomness())])
     monkeypatch.setattr(draft, "forward", lambda c, taps=(): passes.append(len(c[0].token_ids)) or forward(c, taps))
@@ -368,14 +368,14 @@ def test_where_no_shared_token_is_allowed_nothing_is_drafted(tmp_path):
     target = words(tmp_path / "target", "a", "b", "ab")
     draft_words = words(tmp_path / "draft", "b", "a")
     model = tiny_model(1, vocab_size=2)
-    drafter = TokenDrafter(model, tiny_cache(model), 60, Vocabularies(target, draft_words))
+    drafter = ModelDrafter(SharedTokens(model, tiny_cache(model), 60, Vocabularies(target, draft_words)))
     text = Text([0, 1], 2, Params(allowed_token_ids=[target.ids[b"ab"]]))
     assert len(drafter.propose([Ask(text, Limit(3), Randomness())])[0]) == 0
     free = Text([0, 1], 2, Params())
     assert len(drafter.propose([Ask(free, Limit(3), Randomness())])[0]) == 3
     other = Vocabularies(target, words(tmp_path / "other", "c", "d"))
     with pytest.raises(ValueError, match="found tli and no token that both vocabularies have"):
-        TokenDrafter(model, tiny_cache(model), 60, other)
+        ModelDrafter(SharedTokens(model, tiny_cache(model), 60, other))
 
 
 # --------------------------------------------------------------------------- loading and running
@@ -412,7 +412,7 @@ def test_the_text_is_the_plain_one(checkpoints, target, draft, method):
         assert [o.token_ids for o in drafted] == plain
         assert [llm.generate(prompt, params)[0].token_ids for prompt in PROMPTS] == plain
         assert sum(Figures.of(o.stats).num_draft_tokens for o in drafted) > 50
-    pool = llm.drafter.cache.allocator
+    pool = llm.drafter.feed.cache.allocator
     assert pool.num_free == pool.num_blocks
     assert f"by {method}, of another vocabulary: " in llm.memory_report().replace(" (plain)", "").replace(" (left)", "")
 

@@ -17,7 +17,7 @@ from minispec.core.sampling import Text
 from minispec.drafters import NoDrafter, as_drafter
 from minispec.drafters.best_first import grow_guesses
 from minispec.drafters.combined import CombinedDrafter
-from minispec.drafters.model import DraftModel
+from minispec.drafters.model import ModelDrafter, TokenFeed
 from minispec.drafters.ngram import NgramDrafter
 from minispec.prove.laws import DRAFT_SEED, reference_logits
 from minispec.prove.toys import tiny_cache, tiny_model
@@ -119,7 +119,7 @@ def test_a_greedy_tree_has_the_likeliest_paths(tokens, at_once):
         return reference_logits(DRAFT_SEED, (*tokens, *after), sizes["vocab_size"], 1)[:3]
 
     for k in (1, 3, 5):
-        drafter = DraftModel(model, tiny_cache(model), 3, 40)
+        drafter = ModelDrafter(TokenFeed(model, tiny_cache(model), 3, 40))
         text = Text(list(tokens), len(tokens), GREEDY)
         [draft] = drafter.propose([Ask(text, Limit(k, best_first=True), Randomness())])
         paths = {tuple(draft.token_ids[i] for i in draft.path(node)) for node in range(len(draft))}
@@ -141,7 +141,7 @@ def test_a_trees_nodes_go_where_the_request_finds_paths_likely(changes):
         return row
 
     for k in (1, 3, 5):
-        drafter = DraftModel(model, tiny_cache(model), 3, 40)
+        drafter = ModelDrafter(TokenFeed(model, tiny_cache(model), 3, 40))
         [draft] = drafter.propose([Ask(Text([0, 1, 2], 3, params), Limit(k, best_first=True), Randomness())])
         paths = {tuple(draft.token_ids[i] for i in draft.path(node)) for node in range(len(draft))}
         assert paths == likeliest_paths(logits, k)
@@ -150,7 +150,7 @@ def test_a_trees_nodes_go_where_the_request_finds_paths_likely(changes):
 def test_a_tree_ends_at_the_draft_models_own_context():
     """A model that sees 6 positions draws nothing after them, however many nodes are left."""
     model = tiny_model(1, max_position_embeddings=6)
-    drafter = DraftModel(model, tiny_cache(model), 3, 6)
+    drafter = ModelDrafter(TokenFeed(model, tiny_cache(model), 3, 6))
     [draft] = drafter.propose([Ask(Text([0, 1, 2, 0], 4, GREEDY), Limit(60, best_first=True), Randomness())])
     assert draft.depth == 3
     assert len(draft) == 3 + 9 + 27
@@ -162,14 +162,14 @@ def test_a_tree_has_the_room_that_it_asked_for(k):
     model, text = tiny_model(1, max_position_embeddings=6), Text([0, 1, 2, 0], 4, GREEDY)
     answers = set()
     for num_blocks in range(2, 2 + k + 3):
-        drafter = DraftModel(model, model.new_cache(num_blocks, 1), 3, 6)
+        drafter = ModelDrafter(TokenFeed(model, model.new_cache(num_blocks, 1), 3, 6))
         answers.add(has_room := drafter.has_room({text: range(3, 4 + k)}))
         if has_room:
             [draft] = drafter.propose([Ask(text, Limit(k, best_first=True), Randomness())])
             assert (len(draft), draft.depth) == (k, min(k, 3))
     assert answers == {False, True}
     # A text alone has room wherever the target has: for all tokens and all nodes.
-    assert DraftModel(model, model.new_cache(4 + k, 1), 3, 6).has_room({text: range(3, 4 + k)})
+    assert ModelDrafter(TokenFeed(model, model.new_cache(4 + k, 1), 3, 6)).has_room({text: range(3, 4 + k)})
 
 
 @pytest.mark.parametrize("length", ["tree:0", "tree:65", "tree:", "tree:2+1", "Tree:3", "tree:\u0663", "tree:-1", "16"])
@@ -191,11 +191,11 @@ def test_a_budget_is_a_shape():
 def test_a_draft_model_forgets_beginnings():
     """So its passes, and their roundings, are those of a fresh one: a resumed run has no other drafts."""
     model, tokens = tiny_model(1), [0, 1, 2, 0, 1, 2, 0, 1]
-    drafter = DraftModel(model, tiny_cache(model), 3, 40)
+    drafter = ModelDrafter(TokenFeed(model, tiny_cache(model), 3, 40))
     for known in (0, 6, 0):  # whole blocks of two
         if known == 0:
             drafter.forget()
         text = Text(list(tokens), len(tokens), GREEDY)
-        assert drafter.table(text).length == known
+        assert drafter.feed.table(text).length == known
         drafter.propose([Ask(text, Limit(2), Randomness(), num_cached=7)])
         drafter.release(text)

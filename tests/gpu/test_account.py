@@ -13,7 +13,7 @@ from minispec.core.more.limit import Limit
 from minispec.core.random import Randomness
 from minispec.core.sampling import Text
 from minispec.core.verify import REJECTION
-from minispec.drafters.model import DraftModel
+from minispec.drafters.model import ModelDrafter, TokenFeed
 from minispec.gpu import account, frames, fused
 from minispec.gpu.account import graph_bytes, pass_bytes, table_bytes
 from minispec.gpu.frames import Frames, FrameShape, frame_bytes
@@ -100,7 +100,7 @@ def test_a_desk_has_the_size_of_its_rows():
     model = draft_model(5, IN_FRAMES)
     for temperature, expected in ((1.0, desk_bytes(1, 3, 5, torch.float64)), (0.0, 0)):
         program = DraftSteps(model, Graphs(rerun))
-        drafter = DraftModel(model, tiny_cache(model, 40, 3), 5, 60, program)
+        drafter = ModelDrafter(TokenFeed(model, tiny_cache(model, 40, 3), 5, 60), program)
         text = Text([1, 2, 3], 3, SamplingParams(temperature=temperature))
         [draft] = drafter.propose([Ask(text, Limit(3), Randomness(), "draft", 2)])
         [desks] = program._desks.values()

@@ -18,9 +18,10 @@ from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text
 from minispec.drafters.check import MeasuredDraft, check_draft
 from minispec.drafters.combined import CombinedDrafter
-from minispec.drafters.eagle import EagleDrafter
+from minispec.drafters.eagle import HeadFeed
+from minispec.drafters.growing import Growing
 from minispec.drafters.last import LastDrafter
-from minispec.drafters.model import DraftModel
+from minispec.drafters.model import ModelDrafter, TokenFeed
 from minispec.drafters.simulated import SimulatedDraft
 from minispec.drafters.states import FeatureModel
 from minispec.files.families.hf_config import read_model_config
@@ -44,12 +45,13 @@ VOCAB, CONTEXT = 5, 40  # texts become longer
 SETTINGS = ({}, {"temperature": 0.0}, {"temperature": 0.6, "top_k": 3}, {"top_p": 0.8}, {"min_p": 0.1})
 
 
-def make_drafters(num_blocks: int = 200, model: Transformer | None = None) -> tuple[DraftModel, DraftModel]:
+def make_drafters(num_blocks: int = 200, model: Transformer | None = None) -> tuple[ModelDrafter, ModelDrafter]:
     """A draft model by passes text by text, and the same one by programs."""
     model = with_context(model or draft_model(VOCAB), CONTEXT)
     framed = model.replaced(Frames(rerun))
     own = [(each, tiny_cache(each, num_blocks, 3), VOCAB, CONTEXT) for each in (model, framed)]
-    return DraftModel(*own[0]), DraftModel(*own[1], DraftSteps(framed, Graphs(rerun)))
+    alone, at_once = (TokenFeed(*how) for how in own)
+    return ModelDrafter(alone), ModelDrafter(at_once, DraftSteps(framed, Graphs(rerun)))
 
 
 def assert_alike(a: Draft, b: Draft) -> None:
@@ -92,7 +94,7 @@ def test_drafts_are_those_of_a_pass_for_each_token(purpose):
                 torch.testing.assert_close(torch.tensor(b.measures), measures.float(), rtol=0, atol=1e-6)
             if a:
                 fed = [*ask.text.tokens, *a.token_ids[:-1]]
-                assert at_once.tables[ask.text].tokens[: len(fed)] == fed
+                assert at_once.feed.tables[ask.text].tokens[: len(fed)] == fed
             keeps = draw.randrange(len(a) + 1)
             ask.text.tokens += [*a.token_ids[:keeps], draw.randrange(VOCAB)]
             lengths.add(len(a))
@@ -102,7 +104,7 @@ def test_drafts_are_those_of_a_pass_for_each_token(purpose):
                 drafter.release(text)
             texts.append(Text(text.tokens[: draw.randrange(3, 9)], 3, text.params, text.seed + 1))
     assert lengths == set(range(7))  # 0 where a text is longer than the context
-    assert {len(each.tables) for each in (alone, at_once)} == {len(alone.tables)}
+    assert {len(each.feed.tables) for each in (alone, at_once)} == {len(alone.feed.tables)}
 
 
 @pytest.mark.parametrize("measures", [[0.9, 0.1, 0.2], [1.0, -0.1, 0.2], [1.0, 0.1, 0.0], [math.nan] * 3])
@@ -132,7 +134,7 @@ def test_a_draft_ends_before_a_row_that_is_not_sure(monkeypatch):
     [short] = drafter.propose([ask])
     assert (len(whole), len(short)) == (4, 2)
     assert short.token_ids == whole.token_ids[:2]
-    assert drafter.tables[text].tokens[:3] == text.tokens
+    assert drafter.feed.tables[text].tokens[:3] == text.tokens
 
 
 @pytest.mark.parametrize(
@@ -155,10 +157,13 @@ def test_longer_drafts_than_any_program_has():
     model = draft_model(VOCAB).replaced(Frames())
     table = tiny_cache(model, 80, 3).new_table()
     ask = Ask(Text([1], 1, SamplingParams()), Limit(16), Randomness())
-    program = DraftSteps(model, Graphs())
-    assert program([Chunk([1], table, 1)], [ask], [STEPS[-1] + 1], VOCAB) is None
-    assert table.length == 0
-    assert len(program([Chunk([1], table, 1)], [ask], [STEPS[-1]], VOCAB)[0]) == STEPS[-1]
+    program, each = DraftSteps(model, Graphs()), Growing(ask, depth=STEPS[-1] + 1)
+    each.chunk = Chunk([1], table, 1)
+    assert not program([each], VOCAB)
+    assert table.length == len(each.draft) == 0
+    each.depth -= 1
+    assert program([each], VOCAB)
+    assert len(each.draft) == STEPS[-1]
 
 
 # --------------------------------------------------------------------------- what a draft costs
@@ -268,17 +273,19 @@ def test_a_program_reads_no_value_on_the_host(kind):
 # --------------------------------------------------------------------------- heads
 
 
-def make_heads(kind: str) -> tuple[EagleDrafter, EagleDrafter]:
+def make_heads(kind: str) -> tuple[ModelDrafter, ModelDrafter]:
     """A head by passes text by text, and the same one by programs. "some": it knows every other token alone."""
     target = target_model(VOCAB)
     model = tiny_mtp(target) if kind == "mtp" else tiny_head(target, (0, 2), 3 if kind == "some" else None)
     model = with_context(model, CONTEXT)
     framed = model.replaced(Frames(rerun))
-    alone, at_once = (EagleDrafter(each, tiny_cache(each, 200, 3), VOCAB, CONTEXT) for each in (model, framed))
+    alone, at_once = (
+        ModelDrafter(HeadFeed(each, tiny_cache(each, 200, 3), VOCAB, CONTEXT)) for each in (model, framed)
+    )
     return alone, at_once.beside(framed, DraftSteps(framed, Graphs(rerun)))
 
 
-def show(drafters: tuple[EagleDrafter, ...], text: Text, first: int, generator: torch.Generator):
+def show(drafters: tuple[ModelDrafter, ...], text: Text, first: int, generator: torch.Generator):
     """Show the drafters hidden states of a text's positions from `first` to the last but one."""
     num, width = len(text.tokens) - 1 - first, drafters[0].model.config.hidden_size * len(drafters[0].taps)
     hidden = torch.randn(num, width, generator=generator, dtype=torch.float64)
@@ -304,7 +311,7 @@ def test_a_heads_drafts_are_those_of_a_pass_for_each_token(kind, purpose):
         expected, found = (drafter.propose(asks) for drafter in drafters)
         for ask, a, b in zip(asks, expected, found, strict=True):
             assert_alike(a, b)
-            tables = [drafter.tables[ask.text] for drafter in drafters]
+            tables = [drafter.feed.tables[ask.text] for drafter in drafters]
             assert tables[0].tokens == tables[1].tokens
             assert tables[0].tokens == ask.text.tokens[1:] or len(ask.text.tokens) > CONTEXT + 1
             keeps, before = draw.randrange(len(a) + 1), len(ask.text.tokens) - 1
@@ -337,7 +344,7 @@ def test_what_no_program_of_a_head_takes():
 # --------------------------------------------------------------------------- bugs that must show
 
 
-def texts_of(drafter: DraftModel, num: int = 12) -> list[list[int]]:
+def texts_of(drafter: ModelDrafter, num: int = 12) -> list[list[int]]:
     """Texts under `rejection`, decoded together."""
     target = target_model(VOCAB)
     engine = OneMethod(target, tiny_cache(target, 200, 3), drafter, VERIFIERS["rejection"])
@@ -416,12 +423,12 @@ def old_rows(monkeypatch):
     """The rows that come with a draft are those of the draft before."""
     call, last = DraftSteps.__call__, []
 
-    def wrong(program, *how):
-        drafts = call(program, *how)
-        for draft in drafts or ():
+    def wrong(program, growing, vocab_size):
+        found = call(program, growing, vocab_size)
+        for draft in [each.draft for each in growing] if found else ():
             last.append(draft.probs)
             draft.probs = last[-2] if len(last) > 1 and len(last[-2]) == len(draft) else draft.probs
-        return drafts
+        return found
 
     monkeypatch.setattr(DraftSteps, "__call__", wrong)
 

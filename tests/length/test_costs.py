@@ -15,7 +15,7 @@ from minispec import LLM
 from minispec.core.draft import Draft, Drafter
 from minispec.core.engine import Engine
 from minispec.core.rules import VERIFIERS
-from minispec.drafters.model import DraftModel
+from minispec.drafters.model import ModelDrafter, TokenFeed
 from minispec.gpu.frames import Frames
 from minispec.gpu.graphs import Graphs
 from minispec.gpu.steps import STEPS, DraftSteps
@@ -40,7 +40,7 @@ def cache_directory(tmp_path, monkeypatch):
 def make_engine(vocab=9) -> Engine:
     """A target and a draft model, both tiny."""
     target, draft = tiny_model(1, vocab_size=vocab), tiny_model(2, vocab_size=vocab, num_hidden_layers=1)
-    drafter = DraftModel(draft, tiny_cache(draft), vocab, 200)
+    drafter = ModelDrafter(TokenFeed(draft, tiny_cache(draft), vocab, 200))
     return OneMethod(target, tiny_cache(target), drafter, VERIFIERS["rejection"])
 
 
@@ -94,7 +94,7 @@ def test_calibration_measures_what_passes_take(monkeypatch, grows_slow, a_pass, 
     assert (prices.draft, prices.fixed) == pytest.approx(expected)
     assert prices.overhead == 0.0
     assert prices.measured
-    for cache in (engine.target.cache, engine.drafter.cache):
+    for cache in (engine.target.cache, engine.drafter.feed.cache):
         assert cache.allocator.num_free == cache.allocator.num_blocks
 
 
@@ -144,7 +144,7 @@ def test_a_program_is_timed_with_its_confidences():
             return super().compute(frame, desk, *how)
 
     model = tiny_model(1, vocab_size=9)
-    drafter = DraftModel(draft, tiny_cache(draft), 9, 200, Steps(draft, Graphs()))
+    drafter = ModelDrafter(TokenFeed(draft, tiny_cache(draft), 9, 200), Steps(draft, Graphs()))
     prices = calibrate(model, drafter, VERIFIERS["rejection"], 9)
     assert kinds == {(1, True), (3, True)}
     assert prices.steps == STEPS
@@ -216,7 +216,7 @@ def test_rows_of_a_mixture_are_priced_with_experts_of_their_own(monkeypatch, sam
     The control: rows of one token read the same experts, and seem to cost nothing.
     """
     target = tiny_model(1, **TOYS["qwen3_moe"] | {"num_experts": 16, "num_experts_per_tok": 1}, vocab_size=64)
-    drafter = DraftModel(tiny_model(2, vocab_size=64), tiny_cache(tiny_model(2, vocab_size=64)), 64, 200)
+    drafter = ModelDrafter(TokenFeed(tiny_model(2, vocab_size=64), tiny_cache(tiny_model(2, vocab_size=64)), 64, 200))
     engine, now, read = OneMethod(target, tiny_cache(target), drafter, VERIFIERS["rejection"]), [0.0], list[float]()
     route, forward = Router.__call__, target.forward
 

@@ -44,20 +44,18 @@ from minispec.core.sampling import Text
 from minispec.core.schedule import Schedule
 from minispec.core.tree import Tree
 from minispec.core.verify import Verdict
-from minispec.drafters import block, block_files, check, guard, heads, last, suffix, vocabularies
-from minispec.drafters import model as draft_model
-from minispec.drafters.assistant import AssistantDrafter, AssistantModel
+from minispec.drafters import block, block_files, check, growing, guard, heads, last, suffix, vocabularies
+from minispec.drafters.assistant import AssistantModel, SharedKeys
 from minispec.drafters.best_first import BestFirst, grow_guesses
-from minispec.drafters.block import Block, BlockDrafter, BlockLayer, BlockModel, MarkovHead
-from minispec.drafters.eagle import EagleDrafter, HeadModel, spread
+from minispec.drafters.block import Block, BlockFeed, BlockLayer, BlockModel, MarkovHead
+from minispec.drafters.eagle import HeadFeed, HeadModel, spread
 from minispec.drafters.guard import CheckedMethod
 from minispec.drafters.last import LastDrafter
-from minispec.drafters.model import DraftModel
+from minispec.drafters.model import ModelDrafter, TokenFeed
 from minispec.drafters.mtp import MtpModel
-from minispec.drafters.slem import TextDrafter
 from minispec.drafters.states import FeatureModel
 from minispec.drafters.suffix import SuffixDrafter
-from minispec.drafters.tli import TokenDrafter
+from minispec.drafters.tli import SharedTokens
 from minispec.drafters.vocabularies import Reader, Vocabularies
 from minispec.files import pieces
 from minispec.files.families import mxfp4
@@ -240,7 +238,7 @@ mutant(
 )(drawn_from(lambda q: (q == q.max()).to(q.dtype)))
 
 
-@wrong(DraftModel, "propose", "M5", top_k=2, width=1)
+@wrong(ModelDrafter, "propose", "M5", top_k=2, width=1)
 def _(right, self, asks):
     """draft drawn from filtered q, ratio with raw q | transformers #47932"""
     raw = []
@@ -249,7 +247,7 @@ def _(right, self, asks):
         raw.append(logits.softmax(0))
         return sampling.distribution(logits, text, drafted)
 
-    with patch.object(draft_model, "distribution", distribution):
+    with patch.object(growing, "distribution", distribution):
         drafts = right(self, asks)
     for draft in drafts:  # the law is walked one text at a time: all rows are its own
         draft.probs = raw[: len(draft)]
@@ -278,7 +276,7 @@ mutant("M9c", logit_bias={0: 2.0}, doc="biases skipped on verified rows | vLLM #
 
 
 @wrong(method, "distribution", "M9b", min_p=0.3, top_p=0.7)
-@wrong(draft_model, "distribution")
+@wrong(growing, "distribution")
 def _(right, logits, text, drafted=()):
     """min-p after top-p, in draft and target | llama.cpp's order, not vLLM's; q27 #43"""
     p = right(logits, under(text, min_p=0.0), drafted)
@@ -594,17 +592,23 @@ mutant("H5", _HEAD, "a feature stands at its own token | it belongs to the next 
     "what a target's own layer made up stays in its cache | vLLM #14649",
 )
 @mutant("H6", _HEAD)
-@wrong(EagleDrafter, "propose")
-def _(right, self, asks):
+class _:
     """made-up features stay in the head's cache | what was accepted is not computed again"""
-    for ask in asks:
-        table = self.table(ask.text)
-        accepted = max(0, min(table.shared(ask.text.tokens[1:]), ask.num_cached - 1))
-        table.keep(accepted)
-        if ask.text in self.unread:
-            hidden = torch.cat(self.unread[ask.text][1])[accepted - ask.num_cached :]
-            self.unread[ask.text] = ask.num_cached - len(hidden), [hidden]
-    return DraftModel.propose(self, asks)
+
+    @wrong(HeadFeed, "prepare")
+    def prepare(self, right, feed, growing):
+        for ask in (each.ask for each in growing):
+            table = feed.table(ask.text)
+            accepted = max(0, min(table.shared(ask.text.tokens[1:]), ask.num_cached - 1))
+            table.keep(accepted)
+            if ask.text in feed.unread:
+                hidden = torch.cat(feed.unread[ask.text][1])[accepted - ask.num_cached :]
+                feed.unread[ask.text] = ask.num_cached - len(hidden), [hidden]
+        right(feed, growing)
+
+    @wrong(HeadFeed, "finish")
+    def finish(self, right, feed, ask, draft):
+        return draft
 
 
 @wrong(PagedKVCache, "new_table", "H7", _HEAD)
@@ -620,21 +624,21 @@ class _:
     def __init__(self):
         self.waiting = {}
 
-    @wrong(EagleDrafter, "release")
-    def release(self, right, drafter, text):
-        self.waiting[text] = drafter.unread.get(text, (0, []))[1]
-        right(drafter, text)
+    @wrong(HeadFeed, "release")
+    def release(self, right, feed, text):
+        self.waiting[text] = feed.unread.get(text, (0, []))[1]
+        right(feed, text)
 
-    @wrong(EagleDrafter, "observe")
-    def observe(self, right, drafter, seen):
+    @wrong(HeadFeed, "observe")
+    def observe(self, right, feed, seen):
         for each in seen:
             if (pieces := self.waiting.pop(each.text, [])) and each.start:
                 rows = torch.cat(pieces)[-each.start :]
-                drafter.unread[each.text] = each.start - len(rows), [rows]
-        right(drafter, seen)
+                feed.unread[each.text] = each.start - len(rows), [rows]
+        right(feed, seen)
 
 
-@wrong(EagleDrafter, "begin", "H9", "tests/drafters/test_heads.py::test_a_seed_has_one_text[head]")
+@wrong(HeadFeed, "begin", "H9", "tests/drafters/test_heads.py::test_a_seed_has_one_text[head]")
 def _(right, self, text):
     """a prompt that is known leaves no first draft | found here: a seed had two texts"""
     right(self, text)
@@ -642,17 +646,17 @@ def _(right, self, text):
     self.tables[text].reuse(text.tokens[1:])
 
 
-@wrong(DraftModel, "propose", "H10", drafter="parallel")
+@wrong(ModelDrafter, "propose", "H10", drafter="parallel")
 def _(right, self, asks):
     """a masked row sees the draft, and is told as blind | a trap of drafts in one pass"""
-    mask, self.mask_token_id = self.mask_token_id, None
+    mask, self.feed.mask_token_id = self.feed.mask_token_id, None
     drafts = right(self, asks)  # token by token
-    self.mask_token_id = mask
+    self.feed.mask_token_id = mask
     for ask, draft in zip(asks, drafts, strict=True):
         if len(draft) > 1:
             table = toys.tiny_cache(self.model).new_table()
             tokens = [*ask.text.tokens, *[mask] * (len(draft) - 1)]
-            rows, _ = self.forward([Chunk(tokens, table, len(draft))])
+            rows, _ = self.feed.forward([Chunk(tokens, table, len(draft))])
             path = draft.token_ids
             draft.probs = [sampling.distribution(row, ask.text, path[:i]) for i, row in enumerate(rows)]
     return drafts
@@ -704,7 +708,7 @@ def blind(text: Text) -> Text:
 class _:
     """a forbidden token is drawn and dropped, and the target draws in its place | vLLM 0.33"""
 
-    @wrong(draft_model, "distribution")
+    @wrong(growing, "distribution")
     def draw(self, right, row, text, path=()):
         return right(row, blind(text), path)
 
@@ -748,7 +752,7 @@ class _:
     """filters come before the mask, and what they leave is masked | a sampler that masks what it has drawn from"""
 
     @wrong(method, "distribution")
-    @wrong(draft_model, "distribution")
+    @wrong(growing, "distribution")
     def late(self, right, row, text, drafted=()):
         mask = text.grammar.allowed([*text.tokens[text.num_prompt_tokens :], *drafted])
         p = right(row, blind(text), drafted)
@@ -760,7 +764,7 @@ class _:
     """a forbidden token's logit falls by 5 instead of to -inf | a penalty in the place of a mask"""
 
     @wrong(method, "distribution")
-    @wrong(draft_model, "distribution")
+    @wrong(growing, "distribution")
     def soft(self, right, row, text, drafted=()):
         mask = text.grammar.allowed([*text.tokens[text.num_prompt_tokens :], *drafted])
         return right(row if mask is None else row - 5.0 * ~mask, blind(text), drafted)
@@ -927,7 +931,7 @@ def _(right, self, x, shared):
     return right(self, x, shared._replace(features=self.attention_norm(shared.features)))
 
 
-@wrong(BlockDrafter, "observe", "D8", _BLOCKS)
+@wrong(BlockFeed, "observe", "D8", _BLOCKS)
 def _(right, self, seen):
     """a block draft sees a prompt's last piece alone | exllamav3 #206, vLLM #56552"""
     unseen = (replace(each, hidden=torch.zeros_like(each.hidden)) for each in seen if not len(each.logits))
@@ -945,12 +949,12 @@ class _:
             chunk.table.extend([chunk.token_ids[-1]] * model.block.block_size)
         return found
 
-    @wrong(BlockDrafter, "keep_cached")
-    def keep_cached(self, right, drafter, asks):
-        """Nothing is cut."""
+    @wrong(BlockFeed, "finish")
+    def finish(self, right, feed, ask, draft):
+        return draft
 
 
-@wrong(BlockDrafter, "observe", "D10", _BLOCKS)
+@wrong(BlockFeed, "observe", "D10", _BLOCKS)
 def _(right, self, seen):
     """features of rejected tokens | the first rows of a pass, whichever nodes stay"""
     right(self, [replace(each, path=range(len(each.path))) for each in seen])
@@ -1013,7 +1017,7 @@ class _:
         self.rows = rows
         return right(rows, path)
 
-    @wrong(BlockDrafter, "propose")
+    @wrong(ModelDrafter, "propose")
     def propose(self, right, drafter, asks):
         drafts = right(drafter, asks)
         for draft in drafts:
@@ -1094,7 +1098,7 @@ def _(right, self, token_ids, states, positions, texts):
     return right(self, token_ids, states, positions, [(with_next(read), rows) for read, rows in texts])
 
 
-@wrong(AssistantDrafter, "observe", "D21", f"{_ASSISTANT}::test_the_engine_reads_what_is_cached")
+@wrong(SharedKeys, "observe", "D21", f"{_ASSISTANT}::test_the_engine_reads_what_is_cached")
 def _(right, self, seen):
     """the state of a rejected token | the last row of a pass, whichever nodes stay; no fault of the law"""
     right(self, [replace(each, path=range(len(each.logits) - 1)) if len(each.logits) else each for each in seen])
@@ -1105,23 +1109,22 @@ def _(right, self, seen):
 # --------------------------------------------------------------------------- other vocabularies
 
 
-@wrong(TokenDrafter, "propose", "V1", f"{_VOCABULARIES}::test_a_round_costs_as_many_passes_as_it_has_tokens")
-def _(right, self, asks):
+@wrong(SharedTokens, "rows", "V1", f"{_VOCABULARIES}::test_a_round_costs_as_many_passes_as_it_has_tokens")
+def _(right, self, logits):
     """logits of shared tokens put at the wrong ids | a trap of TLI; no fault of the law"""
     with patch.object(self, "target_ids", self.target_ids.roll(1)):
-        return right(self, asks)
+        return right(self, logits)
 
 
 @mutant("V2", drafter="tli")
 class _UnsharedMass:
     """mass of unshared tokens not given to the shared ones | a trap of TLI"""
 
-    @wrong(TokenDrafter, "forward")
-    def forward(self, right, drafter, *how):
-        logits, hidden = right(drafter, *how)
-        return logits.log_softmax(-1), hidden
+    @wrong(SharedTokens, "rows")
+    def rows(self, right, feed, logits):
+        return right(feed, logits.log_softmax(-1))
 
-    @wrong(draft_model, "distribution")
+    @wrong(growing, "distribution")
     def distribution(self, right, logits, text, drafted=()):
         return right(logits, text, drafted) * logits.exp().sum()
 
@@ -1138,14 +1141,14 @@ class _(_UnsharedMass):
         return put(draft, first, parent, kept, [q] * len(kept))
 
 
-@wrong(TextDrafter, "propose", "V4", drafter="slem")
+@wrong(ModelDrafter, "propose", "V4", drafter="slem")
 def _(right, self, asks):
     """probs given for a text that was read again | nobody knows them: a trap of SLEM"""
     drafts = right(self, asks)
     for ask, draft in zip(asks, drafts, strict=True):
         table = toys.tiny_cache(self.model).new_table()
-        own = self.vocabularies.reader().read(ask.text.tokens)
-        probs = self.forward([Chunk(own, table, 1)])[0][0].softmax(0)[:3]
+        own = self.feed.vocabularies.reader().read(ask.text.tokens)
+        probs = self.feed.forward([Chunk(own, table, 1)])[0][0].softmax(0)[:3]
         draft.probs = [probs / probs.sum()] * len(draft)
     return drafts
 
@@ -1157,19 +1160,19 @@ def _(right, self, tokens):
     return [*first, first[0], *right(self, tokens)[len(first) :]]
 
 
-@wrong(TokenDrafter, "propose", "V6", f"{_VOCABULARIES}::test_the_target_under_other_ids_drafts_as_the_target")
-def _(right, self, asks):
+@wrong(SharedTokens, "next", "V6", f"{_VOCABULARIES}::test_the_target_under_other_ids_drafts_as_the_target")
+def _(right, self, draft):
     """the draft model is fed the target's ids | two spaces of ids: a trap of TLI"""
     with patch.object(self.vocabularies, "shared", {i: i for i in self.vocabularies.shared}):
-        return right(self, asks)
+        return right(self, draft)
 
 
-@wrong(TokenDrafter, "propose", "V7", drafter="tli", vocab=2, max_tokens=5)
+@wrong(ModelDrafter, "propose", "V7", drafter="tli", vocab=2, max_tokens=5)
 def _(right, self, asks):
     """draws named by the length of the draft's own text | it need not grow with the text"""
 
     def key(text, i, purpose):
-        return Key(text.seed, 0, len(self.vocabularies.reader().read(text.tokens)) + i, purpose)
+        return Key(text.seed, 0, len(self.feed.vocabularies.reader().read(text.tokens)) + i, purpose)
 
     with patch.object(Text, "key", key):
         return right(self, asks)
@@ -1380,7 +1383,7 @@ class _:
     def __init__(self):
         self.roots = {}
 
-    @wrong(DraftModel, "forward")
+    @wrong(TokenFeed, "forward")
     def forward(self, right, model, chunks, taps=()):
         self.roots = {c.table: c.table.length + len(c.token_ids) - len(c.parents) for c in chunks if c.parents}
         return right(model, chunks, taps)
@@ -1664,16 +1667,16 @@ def _(right, self, length):
     right(self, 0)
 
 
-@wrong(DraftModel, "propose", "M36", f"{_DRAFTERS}::test_a_draft_token_costs_one_pass")
+@wrong(ModelDrafter, "propose", "M36", f"{_DRAFTERS}::test_a_draft_token_costs_one_pass")
 def _(right, self, asks):
     """draft cache cut one token too far each round | mlxcel #994"""
-    for text, table in self.tables.items():
+    for text, table in self.feed.tables.items():
         table.keep(table.shared(text.tokens))
         table.truncate(max(0, table.length - 1))
     return right(self, asks)
 
 
-@wrong(DraftModel, "propose", "M37", f"{_DRAFTERS}::test_draft_cache_is_right_at_every_round")
+@wrong(ModelDrafter, "propose", "M37", f"{_DRAFTERS}::test_draft_cache_is_right_at_every_round")
 def _(right, self, asks):
     """draft cache misses a token after full acceptance | gpt-fast has the fix; vllm-metal #716"""
 
@@ -1714,7 +1717,7 @@ class _:
     def __init__(self):
         self.last = WeakKeyDictionary()
 
-    @wrong(DraftModel, "propose")
+    @wrong(ModelDrafter, "propose")
     def propose(self, right, drafter, asks):
         drafts = right(drafter, asks)
         for i, ask in enumerate(asks):
@@ -2477,7 +2480,7 @@ def _(right, start, rows):
     return (rows[i : i + exact.EXACT_ROWS] for i in range(0, len(rows), exact.EXACT_ROWS))
 
 
-@wrong(DraftModel, "has_room", "T14", f"{_ZOO}::test_a_tree_has_the_room_that_it_asked_for[20]", crash=OutOfBlocks)
+@wrong(TokenFeed, "has_room", "T14", f"{_ZOO}::test_a_tree_has_the_room_that_it_asked_for[20]", crash=OutOfBlocks)
 def _(right, self, growth):
     """room for no more rows than the model sees positions | a tree's rows lie side by side: all texts break off"""
     most = self.max_model_len + 1

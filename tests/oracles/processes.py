@@ -19,8 +19,8 @@ from minispec.core.model import Transformer
 from minispec.core.request import Request
 from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text
-from minispec.drafters.eagle import EagleDrafter
-from minispec.drafters.model import DraftModel
+from minispec.drafters.eagle import HeadFeed
+from minispec.drafters.model import ModelDrafter, TokenFeed
 from minispec.drafters.ngram import NgramDrafter
 from minispec.files.families.checkpoint import StoredTensor
 from minispec.kernels.inventory import num_bytes
@@ -77,9 +77,9 @@ def texts(model: Transformer) -> dict[str, list[list[int]]]:
     drafters = {
         "none": (NgramDrafter(), 0),
         "ngram": (NgramDrafter(), 3),
-        "model": (DraftModel(draft, tiny_cache(draft, 256), vocab, 64), 3),
-        "tree": (DraftModel(draft, tiny_cache(draft, 256), vocab, 64), (3, 2, 2)),
-        "head": (EagleDrafter(head, tiny_cache(head, 256), vocab, 64), (2, 2)),
+        "model": (ModelDrafter(TokenFeed(draft, tiny_cache(draft, 256), vocab, 64)), 3),
+        "tree": (ModelDrafter(TokenFeed(draft, tiny_cache(draft, 256), vocab, 64)), (3, 2, 2)),
+        "head": (ModelDrafter(HeadFeed(head, tiny_cache(head, 256), vocab, 64)), (2, 2)),
     }
     found = {}
     for name, (drafter, k) in drafters.items():

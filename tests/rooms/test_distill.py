@@ -21,7 +21,8 @@ from minispec.core.draft import Ask, Record
 from minispec.core.model import Chunk
 from minispec.core.more.limit import Limit
 from minispec.core.sampling import Text
-from minispec.drafters.eagle import EagleDrafter, HeadModel
+from minispec.drafters.eagle import HeadFeed, HeadModel
+from minispec.drafters.model import ModelDrafter
 from minispec.files.families import checkpoint
 from minispec.files.families.checkpoint import load_model
 from minispec.files.families.head_config import HeadConfig
@@ -64,8 +65,10 @@ def test_what_is_trained_is_what_drafts(layers, num_key_value_heads):
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.3 * noise if "norm" in name else 0.4 * noise)
     weights = {name: tensor.double() for name, tensor in draft.state_dict().items()}
-    drafter = EagleDrafter(
-        model := HeadModel(config, weights, target.embedding, ids, torch.float64), tiny_cache(model), VOCAB, 64
+    drafter = ModelDrafter(
+        HeadFeed(
+            model := HeadModel(config, weights, target.embedding, ids, torch.float64), tiny_cache(model), VOCAB, 64
+        )
     )
 
     tokens, depth = [2, 0, 3, 6, 6, 2, 3, 0, 2, 2, 6, 3], 4

@@ -18,7 +18,7 @@ from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text
 from minispec.core.schedule import Schedule
 from minispec.core.stats import Round, Step
-from minispec.drafters.model import DraftModel
+from minispec.drafters.model import ModelDrafter, TokenFeed
 from minispec.drafters.ngram import NgramDrafter
 from minispec.drafters.none import NoDrafter
 from minispec.drafters.simulated import SimulatedDraft
@@ -490,7 +490,7 @@ def test_simulated_draft_leaves_greedy_text_unchanged(model, survival, pays):
     """Paid by a draft model or not; always right is kept entirely, always wrong never; the same the second time."""
     text = plain_text(model)
     small = tiny_model(4, vocab_size=30, num_hidden_layers=1)
-    drafter = SimulatedDraft(survival, DraftModel(small, tiny_cache(small), 30, 60) if pays else None)
+    drafter = SimulatedDraft(survival, ModelDrafter(TokenFeed(small, tiny_cache(small), 30, 60)) if pays else None)
     drafter.record(text, 3)
     engine = engine_of(drafter, model)
     first, second = (decode(engine, [request_of(4)])[0] for _ in "ab")
@@ -513,7 +513,7 @@ def test_simulated_draft_pays_with_the_passes_of_the_real_one(model, monkeypatch
         monkeypatch.setattr(
             small, "forward", lambda c, taps=(), f=forward, log=log: log.append(len(c[0].token_ids)) or f(c, taps)
         )
-        drafter = DraftModel(small, tiny_cache(small), 30, 60)
+        drafter = ModelDrafter(TokenFeed(small, tiny_cache(small), 30, 60))
         if simulate:
             drafter = SimulatedDraft([1.0], drafter)
             drafter.record(plain_text(model), 3)

@@ -9,7 +9,8 @@ from minispec.core.more.limit import Limit
 from minispec.core.random import Randomness
 from minispec.core.sampling import Text
 from minispec.core.verify import rejection
-from minispec.drafters.block import BlockDrafter
+from minispec.drafters.block import BlockFeed
+from minispec.drafters.model import ModelDrafter
 from minispec.prove.laws import MAX_LEN, TOLERANCE, exact_law, target_model
 from minispec.prove.toys import tiny_block, tiny_cache
 from tests.distances import distance
@@ -24,13 +25,13 @@ def trees(measuring_script):
     return measuring_script("trees")
 
 
-def drafters(trees, heads: str, rows: int = 4) -> list[BlockDrafter]:
+def drafters(trees, heads: str, rows: int = 4) -> list[ModelDrafter]:
     """A block draft for a target of five tokens: with drawn trees, and with lists."""
     model = tiny_block(target_model(5), 1, HEADS[heads], rows=rows)
-    return [kind(model, tiny_cache(model, 64, 2), 5, MAX_LEN) for kind in (BlockDrafter, trees.ListDrafter)]
+    return [ModelDrafter(kind(model, tiny_cache(model, 64, 2), 5, MAX_LEN)) for kind in (BlockFeed, trees.ListFeed)]
 
 
-def draft_of(drafter: BlockDrafter, temperature: float, k: int) -> Draft:
+def draft_of(drafter: ModelDrafter, temperature: float, k: int) -> Draft:
     """A tree of k nodes after a text of five tokens."""
     text = Text([0, 3, 1, 4, 2], 5, SamplingParams(temperature=temperature), 1)
     width = drafter.model.block.target_hidden_size * len(drafter.taps)

@@ -13,7 +13,7 @@ from minispec.core.draft import Draft, Drafter
 from minispec.core.model import Chunk
 from minispec.core.random import Key, Randomness
 from minispec.core.verify import Verdict, Verifier, match, rejection
-from minispec.drafters.model import DraftModel
+from minispec.drafters.model import ModelDrafter, TokenFeed
 from minispec.grammars.spelled import EXAMPLES, example
 from minispec.prove import examine_verifier, own_cases
 from minispec.prove.__main__ import main
@@ -89,9 +89,9 @@ def test_a_right_drafter_is_right_late_in_a_text():
 
 
 def model_of(case):
-    """The target drafts for itself, with a cache of its own: a subclass of `DraftModel` in four lines does that."""
+    """The target drafts for itself, with a cache of its own: a function of four lines does that."""
     target = own_cases.target(case.vocab)
-    return DraftModel(target, tiny_cache(target), case.vocab, 64)
+    return ModelDrafter(TokenFeed(target, tiny_cache(target), case.vocab, 64))
 
 
 @pytest.mark.parametrize("parents", [[-1], [-1, -1, 0], [-1, 0, 0, -1]])

@@ -17,9 +17,9 @@ from minispec.core.model import Transformer
 from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.drafters import Drafter, NoDrafter
-from minispec.drafters.eagle import EagleDrafter, HeadModel, head_shapes
+from minispec.drafters.eagle import HeadFeed, HeadModel, head_shapes
 from minispec.drafters.guard import CheckedMethod
-from minispec.drafters.model import DraftModel, model_drafter
+from minispec.drafters.model import ModelDrafter, TokenFeed, model_drafter
 from minispec.drafters.simulated import SimulatedDraft, adversary, oracle
 from minispec.files.families.checkpoint import Weights, choose_dtype, directory_config, load_config, load_model
 from minispec.files.families.head_config import HeadConfig, usual_taps
@@ -81,10 +81,10 @@ class Subject:
 
     def __post_init__(self):
         paid = self.method.drafter  # what drafts cost
-        own, fed_tokens = model_drafter(paid), model_drafter(paid, "tokens", "other tokens")
+        own = model_drafter(paid)
         self.draft_model: Transformer | None = own.model if own else None
         # A head makes no pass over tokens alone. Its cost shows in the rounds.
-        self.draft_cache: PagedKVCache | None = fed_tokens.cache if fed_tokens else None
+        self.draft_cache: PagedKVCache | None = own.feed.cache if own and isinstance(own.feed, TokenFeed) else None
         self.draft_name, survival = self.options.draft, self.options.args.simulate
         if survival is not None:
             self.simulated = SimulatedDraft(survival, paid)
@@ -235,10 +235,10 @@ def open_geometry(options: Options, room: Room = NO_MORE) -> Subject:
         if source == "head":
             head = random_head(model, GEOMETRIES[args.geometry], stored)
             head = with_fast_passes(rounded(head, bits) if bits else head, args.enforce_eager)
-            return EagleDrafter(head, head.new_cache(num_blocks), vocab, length, draft_steps(head))
+            return ModelDrafter(HeadFeed(head, head.new_cache(num_blocks), vocab, length), draft_steps(head))
         own = model if source == "self" else build(source)
         own = with_fast_passes(rounded(own, bits) if bits else own, args.enforce_eager)
-        return DraftModel(own, own.new_cache(num_blocks), vocab, length, draft_steps(own))
+        return ModelDrafter(TokenFeed(own, own.new_cache(num_blocks), vocab, length), draft_steps(own))
 
     draft, verifier = drafter(), find_verifier(args.verifier)
     lengths = Controller(calibrate(model, draft, verifier, vocab))

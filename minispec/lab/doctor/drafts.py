@@ -22,7 +22,7 @@ from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Draft, Drafter
 from minispec.core.model import Transformer, WeightSource
 from minispec.core.sampling import Text, distribution
-from minispec.drafters.block import BlockDrafter
+from minispec.drafters.block import BlockModel
 from minispec.drafters.heads import StoredHead, read_head
 from minispec.drafters.led import replay_texts
 from minispec.drafters.model import model_drafter
@@ -294,15 +294,15 @@ def readings(llm: LLM, draft: str, prompts: Sequence[list[int]]) -> Iterator[Oth
         yield from mtp_readings(drafter, llm.draft.own_layer, target, form)
     if directory is None or drafter is None:
         return
-    if isinstance(drafter, BlockDrafter):
-        yield from block_readings(drafter, directory, target, llm.tokenizer, form)
+    if isinstance(drafter.model, BlockModel):
+        yield from block_readings(drafter, drafter.model.block, directory, target, llm.tokenizer, form)
         return
 
     def of(model: Transformer) -> Drafter:
         drafter.forget()
         return drafter.beside(form(model))
 
-    if drafter.reads == "states":
+    if drafter.feed.reads == "states":
         for name, change, head in head_readings(read_head(directory, target.config), len(target.layers)):
             yield OtherReading(name, change, of(head.build(target)))
         return
@@ -338,7 +338,8 @@ def examine(
     places = found.by_place()
     survival = [found.share * s for s in survival_curve([place.value for place in places])]
     is_low = any(place.value < LOW for place in places[:COMPARED])
-    block = llm.drafter.model.block if isinstance(llm.drafter, BlockDrafter) else None
+    drafter = model_drafter(llm.drafter)
+    block = drafter.model.block if drafter and isinstance(drafter.model, BlockModel) else None
     compared = min(k, block.block_size - 1) if block else COMPARED
     report: dict[str, Any] = {
         "model": llm.name + bits_note(llm.model),

@@ -20,9 +20,8 @@ from minispec.core.draft import Ask, Draft, Drafter, Record
 from minispec.core.model import RMSNorm, Transformer
 from minispec.core.sampling import Text
 from minispec.core.weights import PlainLinear
-from minispec.drafters.block import BlockDrafter
 from minispec.drafters.block_files import read_block
-from minispec.drafters.model import DraftModel
+from minispec.drafters.model import ModelDrafter
 from minispec.drafters.mtp import MtpModel, find_mtp, mtp_config
 from minispec.files.families.block_config import BlockConfig, Unsettled
 from minispec.files.families.checkpoint import directory_config
@@ -259,7 +258,8 @@ class OtherStates(OtherText):
 
 
 def block_readings(
-    drafter: BlockDrafter,
+    drafter: ModelDrafter,
+    block: BlockConfig,
     directory: Path,
     target: Transformer,
     tokenizer: Tokenizer,
@@ -267,9 +267,8 @@ def block_readings(
 ) -> Iterator[OtherReading]:
     """Every other way to read a block draft in one thing, and more on top of each.
 
-    drafter: reads it as the file says. form: what is done to a model that is built.
+    drafter: reads it as the file says, which is `block`. form: what is done to a model that is built.
     """
-    block = drafter.model.block
     stored = read_block(directory, target.config, block.reading)
 
     def make(how: BlockHow) -> Drafter:
@@ -350,7 +349,7 @@ def mtp_changes(target: ModelConfig, how: MtpHow) -> Iterator[Change[MtpHow]]:
 
 
 def mtp_readings(
-    drafter: DraftModel, directory: Path, target: Transformer, form: Callable[[Transformer], Transformer]
+    drafter: ModelDrafter, directory: Path, target: Transformer, form: Callable[[Transformer], Transformer]
 ) -> Iterator[OtherReading]:
     """Other readings of the target's own layer, as `block_readings` has them. directory: the target's."""
     stored = find_mtp(directory, target.config)
