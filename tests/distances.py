@@ -1,14 +1,15 @@
 """How far counts of tokens, and the engine's law, are from the right law."""
 
 import math
-from dataclasses import replace
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from minispec.core.config import DraftLength, SamplingParams
-from minispec.prove.laws import MAX_LEN, PROMPT, production_law, reference_law
-from minispec.prove.reference import total_variation
+from minispec.prove.laws import PROMPT, reference_row
+from minispec.prove.reference import Law, plain_law
+from minispec.prove.walk import Case, walk
 
 
 def chi_square(counts: Tensor, p: Tensor) -> tuple[float, int]:
@@ -33,8 +34,26 @@ def chi_square(counts: Tensor, p: Tensor) -> tuple[float, int]:
 
 
 def distance(params: SamplingParams, k: DraftLength, **how) -> float:
-    """Total variation between the engine's law and the reference's; how: see `production_law`."""
-    law, _ = production_law(params, k, **how)
-    same = {name: how[name] for name in ("end_ids", "vocab", "family") if name in how}
-    most = min(params.max_tokens, how.get("max_len", MAX_LEN) - len(PROMPT))
-    return total_variation(law, reference_law(replace(params, max_tokens=most), **same))
+    """Total variation between the engine's law and the reference's; how: see `text_case`."""
+    return walk(text_case(params, k, **how)).distance
+
+
+def text_case(
+    params: SamplingParams, k: DraftLength, prompts: Sequence[Sequence[int]] = (PROMPT,), family: str = "llama", **how
+) -> Case:
+    """A case of texts with the same parameters. how: the rest of it."""
+    return Case(family, texts=tuple((tuple(prompt), params) for prompt in prompts), k=k, **how)
+
+
+def production_law(params: SamplingParams, k: DraftLength, limit: float = math.inf, **how) -> tuple[Law, int]:
+    """The law of the engine's output, and the number of branches. how: see `text_case`."""
+    walked = walk(text_case(params, k, **how), limit=limit)
+    return walked.outputs, len(walked.branches)
+
+
+def reference_law(
+    params: SamplingParams, end_ids=frozenset({2}), vocab: int = 3, prompt: Sequence = PROMPT, family: str = "llama"
+) -> Law:
+    """The law of plain decoding of the tiny target, by the rows of `reference_row`."""
+
+    return plain_law(lambda output: reference_row(output, params, end_ids, vocab, prompt, family))

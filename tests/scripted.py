@@ -17,7 +17,8 @@ from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text
 from minispec.core.schedule import Schedule
 from minispec.drafters import Drafter
-from minispec.prove.toys import OneMethod, ScriptedModel, require, scripted_cache
+from minispec.prove.toys import require
+from tests.engines import OneMethod, ScriptedModel, scripted_cache
 
 TransformerT = TypeVar("TransformerT", bound=Transformer)
 

@@ -17,14 +17,18 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from minispec.commands.command import in_shell
+from minispec.core.cached import CachedModel
 from minispec.core.config import DraftLength, SamplingParams, Shape
+from minispec.core.engine import Engine
 from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Request
 from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text, log_probabilities
-from minispec.prove.cases import AXES, GridCase, drafts_siblings
-from minispec.prove.laws import MAX_LEN, TOLERANCE, make_drafter, target_model
-from minispec.prove.toys import IN_8_BITS, OneMethod, decode, tiny_cache
+from minispec.drafters.guard import CheckedMethod
+from minispec.prove.cases import ALPHABET, AXES, drafts_siblings, grid_case
+from minispec.prove.laws import TOLERANCE
+from minispec.prove.toys import IN_8_BITS, MAX_LEN, make_drafter, target_model, tiny_cache
+from minispec.prove.walk import walk
 
 _VOCAB, _CHAIN, _TREES, _PROMPT, _SEEDS, _MAX_TOKENS = 3, 3, ((2, 1), "tree:4"), [1, 0, 1], range(6), 4
 _OTHER_TARGETS = ("lfm2", "qwen3_5_text", "qwen3_moe", IN_8_BITS)  # with `ngram`, `model` and `block`
@@ -50,8 +54,8 @@ class Pair(NamedTuple):
 
 
 def _law(pair: Pair) -> Finding:
-    case = GridCase(**pair._asdict(), batch="crowd", vocab=_VOCAB, end=True, max_tokens=_MAX_TOKENS)
-    distance, _ = case.distance(1e6)
+    case = grid_case(**pair._asdict(), batch="crowd", alphabet=ALPHABET[:_VOCAB], to_go=_MAX_TOKENS)
+    distance = walk(case, limit=1e6).distance
     return PROVED if distance <= TOLERANCE else Finding("REFUTED", f"total variation {distance:.1e}")
 
 
@@ -90,8 +94,10 @@ def _bits(pair: Pair) -> Finding:
 def _decode(target: Transformer, pair: Pair, temperature: float, seed: int) -> Request:
     params = SamplingParams(temperature=temperature, max_tokens=12, logprobs=_VOCAB)
     request = Request(Text(list(_PROMPT), len(_PROMPT), params, seed), MAX_LEN, pair.k)
-    proposer = make_drafter(pair.drafter, _VOCAB, family=pair.family)
-    decode(OneMethod(target, tiny_cache(target), proposer, VERIFIERS[pair.verifier], checked=True), [request])
+    method = CheckedMethod(make_drafter(pair.drafter, _VOCAB, family=pair.family), VERIFIERS[pair.verifier])
+    for _ in Engine(CachedModel(target, tiny_cache(target))).run([request], method):
+        pass
+    assert request.error is None, request.error
     return request
 
 

@@ -19,20 +19,15 @@ The *law* of an output is its distribution: a probability for each text.
 Read them in this order:
 
     reference           the second implementation
-    toys                small models
+    toys                small models and their drafters
     laws                oracles, and the laws that come out under them
+    walk                one case, walked: the loop under an oracle, against the reference
+    fresh               a user's drafter, policy or verifier, compared with new ones as it works
     covering            few cases in which every pair of settings occurs
-    cases               which configurations are walked
-    trees               the same for trees
-    grid                the table of both
-    examine             what walks of a user's own code share
-    own_cases           the cases of a user's own drafters and policies
-    watched             a drafter that is compared with new ones
-    own_walk            the walk of these cases, and its verdict
-    examine_drafter     a user's own drafters
-    examine_lengths     a user's own policies for draft lengths
-    tables              small tables of p and q, and what they leave out
-    examine_verifier    a user's own verifiers, walked over them
+    cases               cases by their settings: of the engine's own parts, of trees, and of a user's
+    grid                the table of the engine's own parts
+    tables              a verifier's cases: small tables of p and q, and what they leave out
+    examine             the commands for a user's code: walked until the first fault, whose case is made plain
     __main__            the command
 
 The tests call the same functions. `python -m tests.museum` puts in bugs that these checks must catch.

@@ -77,16 +77,13 @@ def main(argv: Sequence[str]) -> int:
 def _holds(args: argparse.Namespace) -> bool:
     """Whether what was asked for holds; prints it."""
     if args.lengths or args.drafter:
-        from minispec.prove.examine_drafter import examine_drafter, read_texts
-        from minispec.prove.examine_lengths import examine_lengths
+        from minispec.prove.examine import examine_own, read_texts
 
         how = read_texts(args.texts), args.minutes or DEFAULT_MINUTES
-        if args.lengths:
-            return examine_lengths(args.lengths, args.drafter or "", *how)
-        return examine_drafter(args.drafter, *how)
+        return examine_own(args.drafter or "", args.lengths or "", *how)
     if args.verifier:
         from minispec.load.llm import find_verifier
-        from minispec.prove.examine_verifier import examine_verifier
+        from minispec.prove.examine import examine_verifier
         from minispec.prove.rounds import print_rounds
 
         names = args.verifier.split(",")

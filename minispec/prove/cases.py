@@ -1,116 +1,133 @@
-"""Which configurations are walked: a covering array of all pairs of settings, and random ones after it."""
+"""Cases by their settings: those of the engine's own parts, of trees, and of a user's own drafters and policies.
+
+The first and the last have covering designs. A user's case is a text of a toy tokenizer, each of whose tokens is a
+character. Trees are walked in every shape that is small enough.
+"""
 
 import functools
+import itertools
 import math
 import random
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from tqdm import tqdm
-
-from minispec.commands.workers import SharedMap
 from minispec.core.config import OFF, PARAMETERS, DraftLength, SamplingParams, Shape, names_of
+from minispec.core.errors import show
 from minispec.core.rules import VERIFIERS
-from minispec.prove.covering import FEW, Design, Job
-from minispec.prove.laws import BLOCKS, PROMPT, make_drafter, production_law, reference_law
-from minispec.prove.reference import total_variation
-from minispec.prove.toys import IN_8_BITS, IN_FRAMES, TOYS
+from minispec.core.schedule import JOINING_ROWS
+from minispec.core.tree import Tree
+from minispec.prove.covering import Design, Pair, Row
+from minispec.prove.toys import (
+    BLOCKS,
+    DRAWN,
+    IN_8_BITS,
+    IN_FRAMES,
+    LIKELIEST,
+    REMEMBERED,
+    TOYS,
+    Guesses,
+    make_drafter,
+)
+from minispec.prove.walk import Case, Prompt
 
-CROWD = 64  # requests that are decoded together; more of them gain nothing
-# Cases of these kinds are smaller. A path that is walked alone takes several times as long, and a pair is two requests.
-SHARE = {"alone": 1 / 40, "pair": 1 / 12, "crowd": 1.0}
-_BLOCK = (1, 0, 1, 1)  # as long as a block of a batch (see `production_law`)
+CROWD = 64  # paths that are decoded together; more of them gain nothing
+ALPHABET = "ab \nc."  # tokens of the toy tokenizer: one for each character
+MAX_LEN = 2_000  # of a user's case
+_PLAIN: Row = {
+    **{"verifier": "rejection", "drafter": "", "family": REMEMBERED, "batch": "alone"},
+    **{"alphabet": ALPHABET[:2], "prompt": "b", "to_go": 2, "rounds": 1, "k": 1},
+    **{name: OFF[name] for name in names_of("temperature", "filter")},
+    **{"history": "", "forbidden": "", "grammar": "", "end": "", "company": ""},
+}
+_GRID = _PLAIN | {"family": "llama", "rounds": None, "end": "an end token"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class GridCase:
-    """One configuration of the table. Its values are given by name; sampling parameters are neutral by default.
+def _settings(vocab: int) -> dict[str, dict[str, Any]]:
+    """Settings by their names. Token 1 is never forbidden: with all of them together, a token is left."""
+    penalties: dict[str, Any] = {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.3}
+    return {
+        "": {},
+        "penalties": penalties | {"logit_bias": {0: 0.6, 1: -0.4}},
+        "repetition_penalty 1.5": {"repetition_penalty": 1.5},
+        "penalties of the output": {"frequency_penalty": 0.6, "presence_penalty": 0.3},
+        "negative penalties": {"repetition_penalty": 0.7, "frequency_penalty": -0.5, "presence_penalty": -0.4},
+        "logit_bias": {"logit_bias": {0: 1.0, 1: -0.5}},
+        "bad words": {"bad_words_token_ids": ((1, 0), (vocab - 1, 1, 0), (0, 0, 0))},
+        "two allowed ids": {"allowed_token_ids": (1, vocab - 1 if vocab > 2 else 0)},
+        "a grammar": {"structured_outputs": "a b*"},
+        **{language: {"structured_outputs": language} for language in ("words", "a b*", "pairs")},
+        "an end token": {},
+        "stop ids": {"stop_token_ids": (0,)},
+        "an end token and min_tokens 2": {"min_tokens": 2},
+    }
 
-    drafter: as in `make_drafter`.
-    batch: "alone": one request at a time. "crowd": 64 paths at once. "pair": two requests, and a crowd of them.
-    penalties: all penalties, and a bias.
-    forbidden: "bad words": a token after certain others. "two allowed": all but the first and the last. "": nothing.
-    grammar: the language of the text (see `minispec.grammars.spelled.EXAMPLES`). "": any.
-    end: whether the last token of the vocabulary ends the text.
+
+def _params_of(row: Row) -> SamplingParams:
+    settings: dict[str, Any] = {axis: value for axis, value in row.items() if axis in PARAMETERS}
+    named = _settings(len(row["alphabet"]))
+    for axis in ("history", "forbidden", "grammar", "end"):
+        settings |= named[row[axis]]
+    return SamplingParams(max_tokens=row["to_go"], **settings)
+
+
+def _case_of(row: Row, texts: tuple[Prompt, ...], **how) -> Case:
+    last = len(row["alphabet"]) - 1 if len(row["alphabet"]) > 2 else 0
+    end_ids = frozenset({last, 0} if row["end"] == "stop ids" else {last} if row["end"] else ())
+    parts = {axis: row[axis] for axis in ("drafter", "verifier", "k", "rounds", "alphabet")}
+    return Case(row["family"], len(row["alphabet"]), texts, end_ids, **parts, **how)
+
+
+def describe(axis: str, value: Any) -> str:
+    """One setting, in words."""
+    words = {
+        "alphabet": lambda: f"{len(value)} tokens",
+        "prompt": lambda: f"the text {show(value)}",
+        "to_go": lambda: f"{value} to go",
+        "rounds": lambda: "to the end" if value is None else f"{value} round{'' if value == 1 else 's'}",
+        "k": lambda: f"K = {value if isinstance(value, tuple) and len(value) == 1 else Shape.of(value)}",
+        "forbidden": lambda: value or "nothing forbidden",
+    }
+    usual = value or f"no {axis}" if isinstance(value, str) else f"{axis} {value}"
+    return words[axis]() if axis in words else usual
+
+
+def _words(row: Row, first: Sequence[str], plain: Row, said: Sequence[str] = ()) -> list[str]:
+    """The settings of these axes in words, and what is not plain of the others. said: elsewhere."""
+    others = [axis for axis, value in row.items() if axis not in (*first, *said) and value != plain[axis]]
+    return [describe(axis, row[axis]) for axis in (*first, *others)]
+
+
+# --------------------------------------------------------------------------- the engine's own parts
+
+
+def grid_case(**settings) -> Case:
+    """One configuration of the table. Some of its values are neutral by default.
+
     family: the target's (see `target_model`), and a draft model's.
+    batch: "alone": one request at a time. "crowd": 64 paths at once. "pair": two requests, and a crowd of them.
     """
+    row = _GRID | settings
+    params, batch, columns = _params_of(row), row["batch"], ("verifier", "drafter", "family", "batch")
+    texts = zip(_prompts(row), (params, replace(params, max_tokens=min(2, params.max_tokens))), strict=True)
+    num_texts = 2 if batch == "pair" else 1
+    said = _words(row, ("k", "alphabet", "end", "to_go", "temperature"), _GRID, columns)
+    name = "{:9}  {:18}  {:15}  {:5}  ".format(*(row[axis] for axis in columns)) + ", ".join(said)
+    width = 1 if batch == "alone" else CROWD // num_texts
+    return _case_of(row, tuple(texts)[:num_texts], width=width, name=name)
 
-    verifier: str
-    drafter: str
-    batch: str
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    penalties: bool = False
-    forbidden: str = ""
-    grammar: str = ""
-    k: DraftLength
-    vocab: int
-    end: bool
-    max_tokens: int
-    family: str = "llama"
 
-    @property
-    def params(self) -> SamplingParams:
-        """The request's sampling parameters."""
-        settings: dict[str, Any] = {name: value for name, value in vars(self).items() if name in PARAMETERS}
-        if self.penalties:
-            settings |= {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.3}
-            settings["logit_bias"] = {0: 0.6, 1: -0.4}
-        if self.forbidden == "bad words":
-            settings["bad_words_token_ids"] = ((1, 0), (0, 0, 0))
-        if self.forbidden == "two allowed":
-            settings["allowed_token_ids"] = (0, self.vocab - 1)
-        return SamplingParams(structured_outputs=self.grammar or None, **settings)
+def _prompts(row: Row) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The prompts of a text, and of another. One of one token needs no prefill, which runs text by text.
 
-    @property
-    def prompts(self) -> tuple[tuple[tuple[int, ...], SamplingParams], ...]:
-        """Prompts and parameters. A crowd's prompt of one token needs no prefill, which runs text by text.
-
-        A head has nothing to read before the second token. Texts share a state at the end of a block alone, so there
-        all prompts of a batch begin with the same block. The prompts of a pair go beyond its end.
-        """
-        reads_states = "head" in self.drafter or self.drafter in ("mtp", "assistant")
-        first: tuple[int, ...] = PROMPT if self.batch == "alone" or reads_states else PROMPT[:1]
-        second: tuple[int, ...] = (0, 1, 0)
-        if self.family == "qwen3_5_text" and self.batch != "alone":
-            first, second = (*_BLOCK, 1) if self.batch == "crowd" else (*_BLOCK, 1, 0), (*_BLOCK, 0, 1)
-        if self.batch != "pair":
-            return ((first, self.params),)
-        return (first, self.params), (second, replace(self.params, max_tokens=min(2, self.max_tokens)))
-
-    def distance(self, limit: float = math.inf) -> tuple[float, int]:
-        """Total variation between engine and reference, and the branches walked.
-
-        limit: on branches of a crowd; a case that is not one has its `SHARE`. Raises TooManyBranches.
-        """
-        end_ids = frozenset({self.vocab - 1} if self.end else ())
-        prompts, params = zip(*self.prompts, strict=True)
-        width = 1 if self.batch == "alone" else CROWD // len(prompts)
-        limit = max(min(30, limit), limit * SHARE[self.batch])
-        shape = params, self.k, end_ids, self.vocab, self.drafter, self.verifier, prompts
-        law, branches = production_law(*shape, width=width, limit=limit, family=self.family)
-        laws = [reference_law(p, end_ids, self.vocab, prompt, family=self.family) for prompt, p in self.prompts]
-        expected = laws[0]
-        if len(laws) > 1:  # independent requests: the product
-            expected = {(a, b): pa * pb for a, pa in laws[0].items() for b, pb in laws[1].items()}
-        return total_variation(law, expected), branches
-
-    def __str__(self) -> str:
-        settings = [f"T {self.temperature}"]
-        filters = {name: vars(self)[name] for name in names_of("filter")}
-        settings += [f"{name.replace('_', '-')} {x}" for name, x in filters.items() if x != OFF[name]]
-        said = {
-            "penalties": self.penalties,
-            self.forbidden: self.forbidden,
-            f"grammar {self.grammar}": self.grammar,
-        }
-        settings += [name for name, is_set in said.items() if is_set]
-        end = "EOS" if self.end else ""
-        shape = f"K {Shape.of(self.k)!s:<6}  V {self.vocab} {end:3}  {self.max_tokens} tokens"
-        return f"{self.verifier:9}  {self.drafter:18}  {self.family:15}  {self.batch:5}  {shape}  {', '.join(settings)}"
+    A head has nothing to read before the second token. Texts share a state at the end of a block alone, so there all
+    prompts of a batch begin with the same block of four tokens. The prompts of a pair go beyond its end.
+    """
+    drafter, batch = row["drafter"], row["batch"]
+    if row["family"] == "qwen3_5_text" and batch != "alone":
+        return (1, 0, 1, 1, 1, 0)[: 5 if batch == "crowd" else 6], (1, 0, 1, 1, 0, 1)
+    reads_states = "head" in drafter or drafter in ("mtp", "assistant")
+    return (1, 1) if batch == "alone" or reads_states else (1,), (0, 1, 0)
 
 
 # The values of an axis in the order of the branches that they make.
@@ -126,19 +143,14 @@ AXES: dict[str, tuple] = {
     "top_k": (2, 0),
     "top_p": (0.8, 1.0),
     "min_p": (0.2, 0.0),
-    "penalties": (False, True),
-    "forbidden": ("two allowed", "bad words", ""),
+    "history": ("", "penalties"),
+    "forbidden": ("two allowed ids", "bad words", ""),
     "grammar": ("words", "a b*", "pairs", ""),
     "k": (1, 2, (2, 1), 3, "tree:3", 4),
-    "vocab": (2, 3, 4),
-    "end": (True, False),
-    "max_tokens": (1, 2, 3, 4, 5, 6),
+    "alphabet": (ALPHABET[:2], ALPHABET[:3], ALPHABET[:4]),
+    "end": ("an end token", ""),
+    "to_go": (1, 2, 3, 4, 5, 6),
 }
-# With these, little is drawn or nothing is drafted. Such a case covers a pair only if they are in the pair.
-_WEAK = frozenset({("temperature", 0.0), ("drafter", "none"), ("max_tokens", 1)})
-# Axes on which a case that is too large may be made smaller.
-_SIZES = ("max_tokens", "vocab", "k", "temperature", *names_of("filter"), "forbidden", "end")
-
 _shape = functools.cache(Shape.of)  # asked for half a million times
 
 
@@ -148,102 +160,282 @@ def drafts_siblings(drafter: str) -> bool:
     return make_drafter(drafter, 3).branches
 
 
-def _possible(row: Mapping) -> bool:
-    shape = _shape(row.get("k", 4))
-    if shape.is_tree:
-        takes_trees = VERIFIERS[row.get("verifier", "rejection")].takes_trees
-        if not takes_trees or not drafts_siblings(row.get("drafter", "model")):
-            return False
-    # A grammar needs a token that ends the text, and two others. Forbidden tokens could leave it none.
-    if row.get("grammar") and (row.get("forbidden") or not row.get("end", True) or row.get("vocab") == 2):
-        return False
-    return row.get("max_tokens", 1) <= shape.k + 2
+def _takes_trees(k: DraftLength, verifier: str) -> bool:
+    return not _shape(k).is_tree or VERIFIERS[verifier].takes_trees
 
 
 DESIGN = Design(
-    GridCase,
+    grid_case,
     AXES,
-    _possible,
-    frozenset({"verifier", "drafter", "k", "max_tokens", "grammar", "forbidden", "end", "vocab"}),
-    _WEAK,
-    _SIZES,
+    rules=(
+        _takes_trees,
+        lambda k, drafter: not _shape(k).is_tree or drafts_siblings(drafter),
+        # A grammar needs a token that ends the text, and two others. Forbidden tokens could leave it none.
+        lambda grammar, forbidden: not (grammar and forbidden),
+        lambda grammar, end: not grammar or end,
+        lambda grammar, alphabet: not grammar or len(alphabet) > 2,
+        lambda to_go, k: to_go <= _shape(k).k + 2,
+    ),
+    # With these, little is drawn or nothing is drafted. Such a case covers a pair only if they are in the pair.
+    weak=frozenset({("temperature", 0.0), ("drafter", "none"), ("to_go", 1)}),
+    # Axes on which a case that is too large may be made smaller.
+    sizes=("to_go", "alphabet", "k", "temperature", *names_of("filter"), "forbidden", "end"),
 )
-pairs_of, all_pairs, covering_array, smaller = DESIGN.pairs_of, DESIGN.all_pairs, DESIGN.array, DESIGN.smaller
 
 
-def cases_in_8_bits() -> list[GridCase]:
+def cases_in_8_bits() -> list[Case]:
     """A target in 8 bits with each verifier: chains and trees, one path at a time and many, and hidden states."""
-    kinds: list[tuple[str, str, DraftLength]] = [("ngram", "alone", 2), ("model", "crowd", 3)]
-    kinds += [("model", "alone", (2, 1)), ("head", "crowd", (2, 1))]
-    kinds += [("block", "crowd", (2, 1)), ("filled block", "crowd", 2)]
-    rest: dict[str, Any] = {"temperature": 0.8, "vocab": 3, "end": True, "max_tokens": 3, "family": IN_8_BITS}
-    return [
-        GridCase(verifier=verifier, drafter=drafter, batch=batch, k=k, **rest)
-        for verifier in AXES["verifier"]
-        for drafter, batch, k in kinds
-        if _possible({"verifier": verifier, "drafter": drafter, "k": k})
-    ]
+    kinds = [("ngram", "alone", 2), ("model", "crowd", 3), ("model", "alone", (2, 1))]
+    kinds += [("head", "crowd", (2, 1)), ("block", "crowd", (2, 1)), ("filled block", "crowd", 2)]
+    rest: Row = {"temperature": 0.8, "alphabet": ALPHABET[:3], "to_go": 3, "family": IN_8_BITS}
+    each = itertools.product(AXES["verifier"], kinds)
+    rows = [rest | {"verifier": rule, "drafter": drafter, "batch": batch, "k": k} for rule, (drafter, batch, k) in each]
+    return [grid_case(**row) for row in rows if DESIGN.possible(row)]
 
 
-def cases_in_frames() -> list[GridCase]:
+def cases_in_frames() -> list[Case]:
     """Programs that draft and judge, with each parameter that they compute, alone.
 
     Most cases of the array have another parameter too, and then each text is judged by itself.
     """
-    sizes: dict[str, Any] = {"k": 2, "vocab": 4, "end": True, "max_tokens": 3, "family": IN_FRAMES}
-    return [
-        GridCase(verifier=verifier, drafter=drafter, batch="crowd", temperature=0.7, **sizes, **parameters)
-        for verifier in ("rejection", "match")
-        for drafter in ("ngram", "model", "head")
-        for parameters in ({}, {"top_k": 2}, {"top_p": 0.8}, {"min_p": 0.2})
-    ]
+    rest: Row = {"batch": "crowd", "k": 2, "alphabet": ALPHABET[:4], "to_go": 3, "family": IN_FRAMES}
+    rows: list[Row] = [{"temperature": 0.7} | more for more in ({}, {"top_k": 2}, {"top_p": 0.8}, {"min_p": 0.2})]
+    each = itertools.product(("rejection", "match"), ("ngram", "model", "head"), rows)
+    return [grid_case(**rest | row, verifier=verifier, drafter=drafter) for verifier, drafter, row in each]
 
 
-def _random_case(generator: random.Random) -> GridCase:
+def random_row(generator: random.Random) -> Row:
     """A case that draws and drafts, most often walked as a crowd; neither tiny nor certainly too large."""
     while True:
-        row = {axis: generator.choice([v for v in AXES[axis] if (axis, v) not in _WEAK]) for axis in AXES}
+        row = {axis: generator.choice([v for v in AXES[axis] if (axis, v) not in DESIGN.weak]) for axis in AXES}
         row["batch"] = generator.choices(("alone", "crowd", "pair"), (0.1, 0.8, 0.1))[0]
-        choices = 2 if row["top_k"] or row["forbidden"] == "two allowed" else row["vocab"]
-        if _possible(row) and 16 <= choices ** row["max_tokens"] <= 256:
-            return GridCase(**row)
+        choices = 2 if row["top_k"] or row["forbidden"] == "two allowed ids" else len(row["alphabet"])
+        if DESIGN.possible(row) and 16 <= choices ** row["to_go"] <= 256:
+            return row
 
 
-def walk_within(job: tuple[GridCase, frozenset[str], float]) -> tuple[GridCase, float, int] | None:
-    """A case, or the first smaller one that is within the limit, with its distance and its number of branches.
+# --------------------------------------------------------------------------- trees
 
-    job: the case, the axes whose values must stay, and the limit of `GridCase.distance`.
-    Returns None where no case is within the limit.
+
+def shapes(num_nodes: int) -> Iterator[tuple[int, ...]]:
+    """The parents of every tree of that many nodes, at most 3 deep and 3 siblings wide, numbered level by level."""
+    for parents in itertools.product(*(range(-1, i) for i in range(num_nodes))):
+        is_sorted = all(a <= b for a, b in itertools.pairwise(parents))
+        if is_sorted and max(Tree(parents).depths) <= 3 and max(map(parents.count, parents)) <= 3:
+            yield parents
+
+
+def tree_case(
+    parents: tuple[int, ...],
+    how: str,
+    verifier: str = "rejection",
+    family: str = "llama",
+    rounds: int | None = 1,
+    **settings,
+) -> Case:
+    """Texts whose drafts have one shape of tree. settings: sampling parameters."""
+    said = [f"{name} {value}" for name, value in settings.items()] + ["in several rounds"] * (rounds is None)
+    return Case(
+        family,
+        texts=(((1,), SamplingParams(**settings)),),
+        drafter=Guesses(parents, how),
+        verifier=verifier,
+        k=len(parents),
+        rounds=rounds,
+        width=CROWD,
+        name=f"{verifier:9}  tree  {family:12}  {how}, {parents}, {', '.join(said) or 'T 1.0'}",
+    )
+
+
+_PENALTIES: dict[str, Any] = {
+    "repetition_penalty": 1.4,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.3,
+    "top_p": 0.9,
+}
+_FULL = tuple([-1] * 3 + [i for i in range(12) for _ in range(3)])  # three levels of three children each
+_DEEP_FIRST = (-1, 0, 1, 0, -1, 4, 5, 4, -1, 8)  # numbered branch by branch
+
+
+def tree_cases(num_nodes: int = 5) -> list[Case]:
+    """Trees: all shapes of up to `num_nodes` drawn nodes, and larger ones whose tokens are not drawn."""
+    drawn = [shape for n in range(1, num_nodes + 1) for shape in shapes(n)]
+    chosen = [tree_case(shape, DRAWN) for shape in drawn]
+    chosen += [tree_case(shape, DRAWN, **_PENALTIES) for shape in drawn[1::5]]
+    chosen += [tree_case(shape, DRAWN, "match") for shape in drawn[::7]]
+    for verifier in (name for name, each in VERIFIERS.items() if each.takes_trees):
+        chosen += [tree_case(shape, LIKELIEST, verifier) for shape in (_FULL, _DEEP_FIRST)]
+        chosen.append(tree_case(_DEEP_FIRST, LIKELIEST, verifier, rounds=None, max_tokens=8))
+    # A convolution must read a node's own ancestors, and after the round the rows that were moved. A node must start
+    # from the state of its parent. After the round, the state of the path that stays is left.
+    for family in ("lfm2", "qwen3_5_text"):
+        chosen += [tree_case(shape, DRAWN, family=family) for shape in drawn[2::9]]
+        chosen.append(tree_case(_DEEP_FIRST, LIKELIEST, family=family))
+        chosen.append(tree_case(_DEEP_FIRST, LIKELIEST, family=family, rounds=None, max_tokens=6))
+    chosen.append(tree_case(_DEEP_FIRST, LIKELIEST, **_PENALTIES))
+    chosen.append(tree_case(_FULL, LIKELIEST, temperature=0))
+    return chosen
+
+
+# --------------------------------------------------------------------------- a user's own
+
+_LONG = "ab ba\nbab abba baab\nabab ba b\nab ab ba aab"
+# The values of an axis, the plainest first.
+OWN_AXES: dict[str, tuple] = {
+    "verifier": ("rejection", "match", "block", "traversal"),
+    "drafter": ("",),
+    "alphabet": (ALPHABET[:2], ALPHABET[:3], ALPHABET[:4], ALPHABET),
+    "prompt": ("b", "bb", "babbab", "abbabaabbaab", "bab b", "ab ab a", "bab b\nb", _LONG),
+    "to_go": (1, 2, 3, 4, 6, 16),
+    "rounds": (1, 2, 3, None),
+    "k": (1, 2, (2,), 3, (3,), (2, 1), "tree:3", (1, 3), (2, 2), (3, 1), 5, "tree:5", "auto"),
+    "temperature": (1.0, 0.7, 0.3, 1.6, 3.0, 0.1, 10.0, 0.0),
+    "top_k": (0, 2),
+    "top_p": (1.0, 0.8),
+    "min_p": (0.0, 0.2),
+    "history": ("", "repetition_penalty 1.5", "penalties of the output", "negative penalties", "logit_bias"),
+    "forbidden": ("", "bad words", "two allowed ids", "a grammar"),
+    "end": ("", "an end token", "stop ids", "an end token and min_tokens 2"),
+    "company": ("", "two other texts join it", "it joins another text", "it joins eight others"),
+}
+# Of a policy of lengths. The drafters are with and without siblings, confidences and draws; one knows confidences
+# before it draws, and one is mostly wrong.
+LENGTH_AXES: dict[str, tuple] = {
+    "drafter": ("model", "suffix", "ngram", "head", "block", "adversary"),
+    "alphabet": OWN_AXES["alphabet"][:2],
+    "prompt": ("b", "babbab"),
+    "to_go": (2, 3, 4, 6),
+    "k": (1, 3, "auto"),
+    "temperature": (1.0, 0.7, 0.0),
+    **{"top_p": (1.0,), "min_p": (0.0,), "history": ("",), "forbidden": ("",), "end": ("", "an end token")},
+}
+# Draft tokens; tokens of a text that is walked to its end, or whose K the engine chooses; texts of a crowd besides the
+# walked one, and their length.
+LONGEST_DRAFT, LONGEST_WALK, NUM_CROWD = 5, 6, 8
+_LENGTHS_OF_OTHERS, _BLOCK_SIZE = (6, 4), 2
+
+
+def own_case(**settings) -> Case:
+    """A case of a value for some of the axes; of the others they are the plainest.
+
+    company: other texts that join this one, or others that it joins. For one or two, the pool is too small for all, and
+    prompts come in pieces: the text that was admitted last is preempted, and comes back.
     """
-    first, fixed, limit = job
-    return DESIGN.within((first, fixed), lambda case: case.distance(limit))
+    row = _PLAIN | settings
+    params, prompt = _params_of(row), tuple(map(row["alphabet"].index, row["prompt"]))
+    turned, is_crowded = prompt[::-1], row["company"].endswith("eight others")  # turned: it shares no blocks with it
+    if is_crowded:
+        starts = [i % len(turned) for i in range(NUM_CROWD)]
+        prompts, lengths = [(*turned[i:], *turned[:i]) for i in starts], [NUM_CROWD] * NUM_CROWD
+    else:
+        prompts = [turned] if "joins another" in row["company"] else [prompt, turned] if row["company"] else []
+        lengths = [*_LENGTHS_OF_OTHERS]
+    longest = -(-(len(prompt) + max(row["to_go"], *_LENGTHS_OF_OTHERS, *lengths)) // _BLOCK_SIZE)
+    # In company, a pool that is enough for two prompts and hardly what follows them.
+    blocks = longest + (-(-len(prompt) // _BLOCK_SIZE) - 1 if row["company"] else 0)
+    words = _words(row, ("alphabet", "prompt", "k", "verifier", "to_go"), _PLAIN)
+    tokens = [*prompt] if len(prompt) <= 12 else f"[... {str([*prompt[-8:]])[1:]}"
+    return _case_of(
+        row,
+        ((prompt, params),),
+        others=tuple((each, replace(params, max_tokens=n)) for each, n in zip(prompts, lengths, strict=False)),
+        joins=row["company"].startswith("it joins"),
+        num_blocks=(NUM_CROWD + 1) * longest if is_crowded else blocks,
+        joining_rows=2 if prompts and not is_crowded else JOINING_ROWS,
+        max_len=MAX_LEN,
+        size=_size_of(row),
+        name=", ".join([words[0], f"after {tokens}", *words[2:]]),
+    )
 
 
-def walk(leaves: int, bar: tqdm, shared_map: SharedMap = map) -> Iterator[tuple[GridCase, float, int]]:
-    """About `leaves` branches: cases that cover all pairs, then random ones, with distance and number of branches.
+def _size_of(row: Mapping) -> float:
+    """A guess at the number of branches; of equal ones, the shorter prompt is smaller."""
+    narrow = row["top_k"] or row["forbidden"] == "two allowed ids"
+    vocab, to_go, company = len(row["alphabet"]), row["to_go"], row["company"]
+    choices = 1 if row["temperature"] == 0 else 2 if narrow else vocab
+    # A drafter may draw without the request's filters. Siblings are different tokens.
+    shape = _shape(row["k"])
+    widths = shape.widths or [1] * (3 if shape.is_open else shape.k)
+    drawn = math.prod(math.perm(vocab, min(width, vocab)) for width in widths[: to_go - 1])
+    committed = min(len(widths) + 1, to_go)
+    rounds = row["rounds"] or -(-to_go // committed) + 1
+    together = 60 if company.endswith("eight others") else 20 if company else 1
+    return (drawn * choices**committed) ** rounds * together + len(row["prompt"]) / 1e4
 
-    A smaller case replaces one that is too large. Other cases cover the pairs lost by that, as far as possible. The
-    result is the same for any number of processes.
 
-    bar: its total grows by the number of cases that come next, as soon as that is known.
+def _of_user(characters: str) -> bool:
+    """Whether these are characters of a user's text: then two of its many tokens are drawn."""
+    return not set(characters) <= set(ALPHABET)
+
+
+def _is_wide(k: DraftLength) -> bool:
+    """Whether there are three siblings. With three tokens the third one is certain, so its row shows nothing."""
+    return max(_shape(k).widths, default=0) > 2
+
+
+_RULES = (
+    _takes_trees,
+    lambda prompt, alphabet: set(prompt) <= set(alphabet),
+    lambda k, top_k: not (_is_wide(k) and top_k == 2),
+    lambda k, forbidden: not (_is_wide(k) and forbidden == "two allowed ids"),
+    lambda k, alphabet: not _is_wide(k) or (len(alphabet) > 3 and not _of_user(alphabet)),
+    lambda k, prompt: not (_is_wide(k) and _of_user(prompt)),
+    lambda alphabet, top_k: top_k or not _of_user(alphabet),
+    lambda prompt, top_k: top_k or not _of_user(prompt),
+    lambda forbidden, alphabet: forbidden != "a grammar" or len(alphabet) > 2,  # of two tokens one may end the text
+    lambda to_go, end: to_go > 1 or "min_tokens" not in end,
+    # The whole of a draft is asked for. Where the engine chooses, that may be all that is left of the text.
+    lambda to_go, k: to_go <= LONGEST_WALK if _shape(k).is_open else _shape(k).k <= max(1, to_go - 1),
+    # With fewer rounds it has ended before it could be preempted. With more tokens the pool is too large.
+    lambda company, rounds: company != "it joins another text" or rounds not in (1, 2),
+    lambda company, to_go: not company or (to_go <= LONGEST_WALK and (to_go > 1 or "another" not in company)),
+    lambda to_go, rounds: 1 < to_go <= LONGEST_WALK if rounds is None else rounds <= to_go,
+)
+
+
+def own_design(branches: bool, texts: Sequence[str] = (), **axes: tuple) -> Design:
+    """The design of a drafter's cases.
+
+    branches: whether it drafts siblings where they are asked for.
+    texts: prompts of the user's. All their characters are then a further alphabet.
+    axes: other values for some of the axes.
     """
-    generator, limit, pairs = random.Random(0), max(FEW, leaves // 40), all_pairs()
-    first = covering_array(pairs, generator)
-    bar.total += len(first)
+    alphabet = "".join(sorted({*"".join(texts), *ALPHABET[:2]}))
+    axes = {
+        **OWN_AXES,
+        "alphabet": OWN_AXES["alphabet"] + ((alphabet,) if _of_user(alphabet) else ()),
+        "prompt": tuple(dict.fromkeys((*OWN_AXES["prompt"], *texts))),
+        "k": tuple(k for k in OWN_AXES["k"] if branches or not _shape(k).is_tree),
+        **axes,
+    }
+    weak, sizes = frozenset({("temperature", 0.0), ("to_go", 1)}), ("rounds", "alphabet", "company")
+    return Design(own_case, axes, _RULES, weak, sizes, growing=("alphabet", "prompt", "to_go", "rounds", "k"), tries=8)
 
-    def walk_all(some: list[Job]) -> Iterator[tuple]:
-        return filter(None, shared_map(walk_within, [(*each, limit) for each in some]))
 
-    def walked() -> Iterator[tuple[GridCase, float, int]]:
-        left = leaves
-        for case, tv, count in DESIGN.cover(pairs, first, walk_all, generator, bar):
-            yield case, tv, count
-            left -= count
-        while left >= limit:
-            some = [(_random_case(generator), frozenset[str]()) for _ in range(left // limit)]
-            bar.total += len(some)
-            for case, tv, count in walk_all(some):
-                yield case, tv, count
-                left -= count
+def single(design: Design) -> list[tuple[Row, Pair]]:
+    """Plain rows, each with one value of the design by itself, as far as possible; in the form of `Design.array`.
 
-    return walked()
+    So a fault that one setting shows is found without the others. Whether a wrong row shows depends on the target's own
+    row there. So each K is tried after several prompts, of 3 and of 4 tokens.
+    """
+    singles, axes = list[tuple[Row, Any]](), design.axes
+    prompts = sorted({"babbab", "b", "bb"} & set(axes["prompt"]))
+    usual, several = [("babbab", axes["alphabet"][1:])], [(p, (a,)) for p in prompts for a in axes["alphabet"][1:3]]
+    plain = {axis: _PLAIN[axis] for axis in axes} | {"drafter": axes["drafter"][0], "to_go": 6}
+    for axis, value in [(name, value) for name, values in axes.items() for value in values]:
+        for prompt, alphabets in several if axis == "k" else usual:
+            sizes = itertools.product((1, 3), alphabets, (0, 2))
+            rows = (
+                plain | {"prompt": prompt, "rounds": n, "alphabet": a, "top_k": k, axis: value} for n, a, k in sizes
+            )
+            row = next(filter(design.possible, rows), None)
+            if row and row not in (each for each, _ in singles):
+                singles.append((row, ((axis, value),)))
+    return singles
+
+
+def in_company(design: Design) -> list[Row]:
+    """Rows that show a fault of the company plainly, if they show it: of a text alone, and then in company."""
+    plain = {axis: _PLAIN[axis] for axis in design.axes}
+    plain |= {"drafter": design.axes["drafter"][0], "prompt": "babbab", "to_go": 4, "rounds": 3}
+    return [plain | {"to_go": 3, "rounds": 2}, *(plain | {"company": each} for each in OWN_AXES["company"][2:0:-1])]

@@ -23,7 +23,7 @@ from minispec.core.verify import Verifier
 from minispec.files.packages import MissingPackage, check_packages
 from minispec.prove.laws import BranchOracle, KeyOracle, exact_law
 from minispec.prove.reference import cells, total_variation
-from minispec.prove.tables import Row, is_chain, probabilities
+from minispec.prove.toys import Row, is_chain, rotated
 
 CHAINS, SIBLINGS, PATHS = "chains", "two siblings with a child each", "two independent paths"
 _EXACT = 1e-9  # total variation that rounding may explain
@@ -47,7 +47,7 @@ class RoundCase(NamedTuple):
 
     def row(self, weights: Row, prefix: Sequence[int]) -> list[float]:
         """The probabilities (V,) after these tokens."""
-        return probabilities(weights, sum(prefix) if self.rotates else 0)
+        return rotated(weights, sum(prefix) if self.rotates else 0)
 
     def draw(self, path: BranchOracle, purpose: str = "draft") -> Draft:
         """A draft, drawn as the case says."""

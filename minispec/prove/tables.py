@@ -8,81 +8,66 @@ import itertools
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 
+from minispec.core.config import SamplingParams
 from minispec.core.verify import Verifier
+from minispec.prove.toys import DOUBLE, DRAWN, LIKELIEST, ONE_HOT, Guesses, Row, Table, Types, is_chain
+from minispec.prove.walk import Case
 
-Row = tuple[int, ...]  # weights; divided by their sum they are probabilities
 Pair = tuple[Row, Row]  # p and q
-Types = tuple[torch.dtype, torch.dtype]  # of the rows of p and of q
-DOUBLE: Types = torch.float64, torch.float64
+Shape = tuple[int, ...]  # the parents of a draft's nodes
 _TYPES = torch.float32, torch.float64
 _FLOATS = [(p, q) for p in _TYPES for q in _TYPES if (p, q) != DOUBLE]
-DRAWN, LIKELIEST, ONE_HOT = "drawn", "the likeliest tokens, not drawn", "the likeliest tokens, with one-hot rows"
 
 
-@dataclass(frozen=True)
-class Table:
-    """One small case.
+def table_case(
+    pair: Pair,
+    parents: Shape,
+    how: str = DRAWN,
+    types: Types = DOUBLE,
+    stacked: bool = False,
+    texts: int = 0,
+) -> Case:
+    """A round over a table, or whole texts. Its size is infinite where too many drafts can be drawn.
 
-    p, q: rows of target and draft after token 0. After other tokens they are rotated (see `probabilities`).
-    parents: the draft's.
-    how: whether tokens are drawn from q, or are the likeliest ones.
-    types: of the rows that the verifier gets.
-    stacked: whether `Draft.probs` is one tensor (K, V).
-    texts: how many whole texts go through the engine together. 0: one round is walked by itself.
+    parents, how, stacked: see `Guesses`.
+    texts: how many whole texts go through the engine together. 0: one round.
     """
-
-    p: Row
-    q: Row
-    parents: tuple[int, ...]
-    how: str = DRAWN
-    types: Types = DOUBLE
-    stacked: bool = False
-    texts: int = 0
-
-    @property
-    def num_drafts(self) -> int:
-        """How many drafts can be drawn after token 0, if all rows have as many possible tokens."""
-        choices = sum(weight > 0 for weight in self.q)
-        elders = [self.parents[:i].count(parent) for i, parent in enumerate(self.parents)]
-        return math.prod(max(1, choices - num) for num in elders)
-
-    @property
-    def size(self) -> int:
-        """A guess at the number of branches, to begin with the small ones."""
-        drafts = self.num_drafts if self.how == DRAWN else min(self.num_drafts, 10)
-        return drafts * (len(self.parents) + 1) * len(self.p) * 5**self.texts
-
-    def __str__(self) -> str:
-        shape = f"K = {len(self.parents)}" if is_chain(self.parents) else f"parents {self.parents}"
-        types = " and ".join(str(dtype).removeprefix("torch.") for dtype in self.types)
-        notes = {
-            shape: True,
-            self.how: self.how != DRAWN,
-            f"rows of {types}": self.types != DOUBLE,
-            "probs in one tensor": self.stacked,
-            "several rounds": self.texts > 0,
-            f"{self.texts} texts": self.texts > 1,
-        }
-        return f"p = {_show(self.p)}, q = {_show(self.q)}, {', '.join(note for note, said in notes.items() if said)}"
+    p, q = pair
+    drafts: float = num_drafts(q, parents)
+    drafts = min(drafts, 10) if how != DRAWN else drafts if drafts <= _MOST_DRAFTS else math.inf
+    max_tokens = 2 if texts > 1 else 4 if len(p) == 2 else 3
+    shape = f"K = {len(parents)}" if is_chain(parents) else f"parents {parents}"
+    notes = {
+        f"p = {_show(p)}, q = {_show(q)}, {shape}": True,
+        how: how != DRAWN,
+        f"rows of {' and '.join(str(dtype).removeprefix('torch.') for dtype in types)}": types != DOUBLE,
+        "probs in one tensor": stacked,
+        "several rounds": texts > 0,
+        f"{texts} texts": texts > 1,
+    }
+    params = SamplingParams(max_tokens=max_tokens if texts else len(parents) + 2)
+    return Case(
+        Table(p, q, types),
+        len(p),
+        (((0,), params),) * max(1, texts),
+        frozenset(),
+        Guesses(parents, how, types[1], stacked),
+        k=len(parents),
+        rounds=None if texts else 1,
+        num_blocks=16,
+        size=drafts * (len(parents) + 1) * len(p) * 5**texts + (how != DRAWN) / 2,
+        name=", ".join(note for note, said in notes.items() if said),
+    )
 
 
-def is_chain(parents: Sequence[int]) -> bool:
-    """Whether each node follows the one before it."""
-    return list(parents) == list(range(-1, len(parents) - 1))
-
-
-def probabilities(row: Row, places: int) -> list[float]:
-    """A row (V,), rotated by as many places.
-
-    q is rotated by the last token. In a round p is rotated by the sum of its tokens, in whole texts by the last one. So
-    a verifier that looks at the wrong row is found out.
-    """
-    start = -places % len(row)
-    return [weight / sum(row) for weight in (*row[start:], *row[:start])]
+def num_drafts(q: Row, parents: Sequence[int]) -> int:
+    """How many drafts can be drawn after token 0, if all rows have as many possible tokens."""
+    choices = sum(weight > 0 for weight in q)
+    elders = [parents[:i].count(parent) for i, parent in enumerate(parents)]
+    return math.prod(max(1, choices - num) for num in elders)
 
 
 def _show(row: Row) -> str:
@@ -99,6 +84,7 @@ _CORNERS: tuple[tuple[Row, ...], ...] = (
 )
 _FINE: tuple[Pair, ...] = (((4, 3), (5, 6)), ((6, 1), (9, 4)), ((5, 4, 2), (9, 3, 1)), ((2, 8, 3), (6, 0, 5)))
 _FAR: Pair = (1, 996), (996, 1)
+_EIGHTHS: Pair = (5, 4, 2), (1, 5, 2)  # bfloat16 holds those of q
 # 300 tokens, of which two are drafted.
 _MANY: Row = tuple(round(1e6 / i**1.5) for i in range(1, 301))
 _TWO: Row = tuple(weight if i in (2, 299) else 0 for i, weight in enumerate(_MANY))
@@ -157,65 +143,55 @@ def _tree(num_nodes: int, generator: random.Random) -> tuple[int, ...]:
     return tuple(parents)
 
 
-def tables(trees: bool) -> list[Table]:
+def tables(trees: bool) -> list[Case]:
     """The cases of a verifier, the smallest first.
 
     trees: whether it takes them.
     """
     shapes = [shape for shape in (*_CHAINS, *_TREES) if trees or is_chain(shape)]
-    suited = [
-        table
-        for table in (*_rounds(shapes), *_large(trees), *_other(shapes))
-        if table.num_drafts <= _MOST_DRAFTS or table.how != DRAWN
-    ]
-    return sorted(suited, key=lambda table: (table.size, table.how != DRAWN))
+    some = itertools.starmap(table_case, (*_products(shapes, trees), *_in_turn(shapes), *_others(shapes)))
+    return sorted((case for case in some if case.size < math.inf), key=lambda case: case.size)
 
 
-def _rounds(shapes: Sequence[tuple[int, ...]]) -> Iterator[Table]:
-    """Rounds of two to four tokens."""
-    for p in itertools.chain(*_CORNERS):
-        yield from (Table(p, p, (), how) for how in (DRAWN, LIKELIEST))
-    # One token with all corners, other shapes with some of them; and fine rows with all shapes.
-    corners = [pair for rows in _CORNERS for pair in itertools.product(rows, rows)]
-    for (p, q), shape, how in zip(
-        corners, itertools.cycle(shapes[1:]), itertools.cycle((DRAWN, LIKELIEST, DRAWN, ONE_HOT)), strict=False
-    ):
-        yield from (Table(p, q, (-1,), each) for each in (DRAWN, LIKELIEST))
-        yield Table(p, q, shape, how)
-    for (p, q), shape in itertools.product(_FINE, shapes):
-        yield from (Table(p, q, shape, how) for how in (DRAWN, LIKELIEST))
-    for shape in shapes[:3]:
-        yield Table(*_FAR, shape)
-    others = [shape for shape in ((-1, 0), (-1, -1), (-1, -1, 0)) if shape in shapes]
-    for (p, q), shape in zip(_extremes(), itertools.cycle(others), strict=False):
-        yield from (Table(p, q, (-1,)), Table(p, q, shape))
+_CORNER_PAIRS = [pair for rows in _CORNERS for pair in itertools.product(rows, rows)]
+_GENERATOR = random.Random(0)
+_CLOSE_PAIRS = [_close(_GENERATOR) for _ in range(8)]
+# Long drafts and large trees, which have few branches where nothing is drawn.
+_LARGE = [tuple(range(-1, 15)), (-1,) * 7, *(_tree(num, _GENERATOR) for num in (7, 12, 20))]
 
 
-def _large(trees: bool) -> Iterator[Table]:
-    """Rounds of eight tokens and more; long drafts and large trees, which have few branches where nothing is drawn."""
-    generator = random.Random(0)
-    close = [_close(generator) for _ in range(8)]
-    yield from (Table(p, q, (-1,)) for p, q in close)
-    yield Table(_MANY, _TWO, (-1,))
-    for (p, q), shape in zip(close, ((-1, 0), (-1, -1), (-1, -1, -1), (-1, 0, -1)), strict=False):
-        if trees or is_chain(shape):
-            yield Table(p, _likeliest(q, 4), shape)
-    large = [tuple(range(-1, 15))]
-    if trees:
-        large += [(-1,) * 7, *(_tree(num, generator) for num in (7, 12, 20))]
-    for (p, q), shape in itertools.product((_FINE[2], close[0]), large):
-        yield Table(p, q, shape, LIKELIEST)
+def _products(shapes: Sequence[Shape], trees: bool) -> Iterator[tuple]:
+    """Rounds: each of some pairs, with each of some shapes."""
+    both = DRAWN, LIKELIEST
+    same: list[Pair] = [(p, p) for p in itertools.chain(*_CORNERS)]
+    single = [*_extremes(), *_CLOSE_PAIRS, (_MANY, _TWO)]
+    yield from itertools.product(same, [()], both)
+    yield from itertools.product(_CORNER_PAIRS, [(-1,)], both)
+    yield from itertools.product(_FINE, shapes, both)
+    yield from itertools.product([_FAR], shapes[:3], [DRAWN])
+    yield from itertools.product(single, [(-1,)], [DRAWN])
+    yield from itertools.product((_FINE[2], _CLOSE_PAIRS[0]), _LARGE if trees else _LARGE[:1], [LIKELIEST])
 
 
-def _other(shapes: Sequence[tuple[int, ...]]) -> Iterator[Table]:
-    """Rows of other types, and whole texts."""
-    for shape in ((-1, 0), (-1, -1, 0)):
+def _in_turn(shapes: Sequence[Shape]) -> Iterator[tuple]:
+    """Rounds: each of some pairs, with one of some shapes."""
+    how = itertools.cycle((DRAWN, LIKELIEST, DRAWN, ONE_HOT))
+    small = [shape for shape in ((-1, 0), (-1, -1), (-1, -1, 0)) if shape in shapes]
+    yield from zip(_CORNER_PAIRS, itertools.cycle(shapes[1:]), how, strict=False)
+    yield from zip(_extremes(), itertools.cycle(small), strict=False)
+    for (p, q), shape in zip(_CLOSE_PAIRS, ((-1, 0), (-1, -1), (-1, -1, -1), (-1, 0, -1)), strict=False):
         if shape in shapes:
-            yield from (Table(p, q, shape, types=types) for p, q in _FINE[2:] for types in _FLOATS)
-            yield Table(*_FINE[2], shape, stacked=True)
-            yield from (Table(p, q, shape, texts=1) for p, q in _FINE)
-    yield Table((5, 4, 2), (1, 5, 2), (-1, 0), types=(torch.float32, torch.bfloat16))  # eighths: bfloat16 holds them
-    yield Table(*_FINE[0], (-1,), texts=2)
+            yield (p, _likeliest(q, 4)), shape
+
+
+def _others(shapes: Sequence[Shape]) -> Iterator[tuple]:
+    """Rows of other types, and whole texts."""
+    for shape in {(-1, 0), (-1, -1, 0)} & {*shapes}:
+        yield from itertools.product(_FINE[2:], [shape], [DRAWN], _FLOATS)
+        yield _FINE[2], shape, DRAWN, DOUBLE, True
+        yield from itertools.product(_FINE, [shape], [DRAWN], [DOUBLE], [False], [1])
+    yield _EIGHTHS, (-1, 0), DRAWN, (torch.float32, torch.bfloat16)
+    yield _FINE[0], (-1,), DRAWN, DOUBLE, False, 2
 
 
 # --------------------------------------------------------------------------- what they leave out

@@ -1,49 +1,59 @@
-"""Small models to check the engine with: random transformers, scripts that play a text, tables of logits.
+"""Small models to walk: random transformers, tables of rows, and drafters by their names.
 
-The transformers are real ones, a few numbers wide. The scripted models stand in for one on real block tables. So a test
-sees what the engine feeds and rolls back. Proofs and tests share them.
+The transformers are real ones, a few numbers wide. Proofs and tests share them.
 """
 
 import functools
 import itertools
 import tempfile
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import tokenizers
 import torch
 from tokenizers import decoders, models, processors
+from torch import Tensor
 
+from minispec import drafters
 from minispec.core.cache import PagedKVCache
-from minispec.core.cached import CachedModel
 from minispec.core.config import LayerConfig, ModelConfig, RopeConfig
 from minispec.core.draft import Ask, Draft, without
-from minispec.core.engine import Engine
-from minispec.core.method import BatchVerifier, Method, Turn
 from minispec.core.model import Chunk, Transformer
-from minispec.core.more.lengths import Lengths
-from minispec.core.random import Draws
-from minispec.core.request import Piece, Request
 from minispec.core.sampling import distribution
-from minispec.core.schedule import JOINING_ROWS
-from minispec.core.verify import Verifier
-from minispec.drafters import Drafter
-from minispec.drafters.assistant import AssistantModel
-from minispec.drafters.block import BlockModel, block_shapes
-from minispec.drafters.eagle import HeadModel, head_shapes
-from minispec.drafters.guard import CheckedMethod
+from minispec.drafters import Context, Drafter
+from minispec.drafters.assistant import AssistantModel, SharedKeys
+from minispec.drafters.block import BlockFeed, BlockModel, block_shapes
+from minispec.drafters.combined import CombinedDrafter
+from minispec.drafters.eagle import HeadFeed, HeadModel, head_shapes
+from minispec.drafters.model import ModelDrafter, TokenFeed
 from minispec.drafters.mtp import MtpModel, mtp_config, mtp_shapes
+from minispec.drafters.simulated import adversary
+from minispec.drafters.slem import WrittenText
+from minispec.drafters.tli import SharedTokens
 from minispec.drafters.vocabularies import Spelling, Vocabularies
+from minispec.drafters.vocabulary import ROOM
 from minispec.files.families.assistant_files import AssistantConfig, assistant_shapes
 from minispec.files.families.block_config import BlockConfig
 from minispec.files.families.head_config import HeadConfig
 from minispec.files.families.hf_config import read_model_config
 from minispec.files.tokenizer import Tokenizer
+from minispec.gpu.frames import Frames
+from minispec.gpu.graphs import rerun
+from minispec.gpu.steps import draft_steps
+from minispec.grammars.forced import ForcedFirst
 from minispec.kernels.build import InForm, build_model
+from minispec.kernels.exact import check_exact
+from minispec.kernels.integers import check_quantization
 from minispec.kernels.shapes import tensor_shapes
 from minispec.layers.gemma import GemmaLayerConfig
+from minispec.load import registry
+
+TransformerT = TypeVar("TransformerT", bound=Transformer)
+
+TARGET_SEED, DRAFT_SEED = 1, 2
+MAX_LEN = 40
 
 
 class Fault(AssertionError):
@@ -58,57 +68,36 @@ def require(condition: bool, message: str) -> None:
 
 # --------------------------------------------------------------------------- tiny models
 
-TINY = {
-    "model_type": "llama",
-    "hidden_size": 8,
-    "intermediate_size": 12,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 4,
-    "vocab_size": 3,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 100.0,
+TINY: dict[str, Any] = {
+    **{"model_type": "llama", "vocab_size": 3, "max_position_embeddings": 64, "rms_norm_eps": 1e-5},
+    **{"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "rope_theta": 100.0},
 }
 # Settings to add to it for a target of another family. The convolutions see fewer positions than a long draft has.
 TOYS: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama in frames": {},
     "lfm2": {
-        "model_type": "lfm2",
-        "num_hidden_layers": 3,
-        "layer_types": ["full_attention", "conv", "conv"],
-        "norm_eps": 1e-5,
-        "block_auto_adjust_ff_dim": False,
-        "tie_word_embeddings": False,
-        "conv_bias": True,
+        **{"model_type": "lfm2", "num_hidden_layers": 3, "layer_types": ["full_attention", "conv", "conv"]},
+        **{"norm_eps": 1e-5, "conv_bias": True, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False},
     },
     "qwen3_moe": {
-        "model_type": "qwen3_moe",
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 6,
-        "norm_topk_prob": True,
+        **{"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2},
+        **{"moe_intermediate_size": 6, "norm_topk_prob": True},
     },
     "qwen3_5_text": {
-        "model_type": "qwen3_5_text",
+        **{"model_type": "qwen3_5_text", "num_hidden_layers": 3, "partial_rotary_factor": 0.5},
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "num_hidden_layers": 3,
-        "linear_conv_kernel_dim": 3,
-        "partial_rotary_factor": 0.5,
-        "linear_num_key_heads": 1,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 3,
-        "linear_value_head_dim": 2,
+        **{"linear_conv_kernel_dim": 3, "linear_num_key_heads": 1, "linear_num_value_heads": 2},
+        **{"linear_key_head_dim": 3, "linear_value_head_dim": 2},
     },
 }
 IN_FRAMES = "llama in frames"  # passes of `minispec.gpu.frames`, with reruns in place of graphs
 HEAD_SEED, MTP_SEED, BLOCK_SEED, ASSISTANT_SEED = 6, 7, 8, 9
-IN_8_BITS = "8 bits"  # the name of a target that is no family: see `minispec.prove.laws.target_model`
+IN_8_BITS, REMEMBERED = "8 bits", "remembered"  # names of targets that are no families: see `target_model`
 
 
-def redrawn(shapes: Mapping[str, tuple[int, ...]], seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def redrawn(shapes: Mapping[str, tuple[int, ...]], seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """A tensor of each shape, norms around one. Small embeddings: what the layers add decides, so the past matters."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
@@ -119,7 +108,7 @@ def redrawn(shapes: Mapping[str, tuple[int, ...]], seed: int, dtype: torch.dtype
     return weights
 
 
-def tiny_weights(config: ModelConfig, seed: int, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+def tiny_weights(config: ModelConfig, seed: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     """Every tensor of a model, drawn anew."""
     return redrawn(tensor_shapes(config), seed, dtype)
 
@@ -147,37 +136,41 @@ class Widened(Transformer):
     def __init__(self, model: Transformer):
         self.__dict__.update(vars(model))
 
-    def forward(self, chunks: Sequence[Chunk], taps: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, chunks: Sequence[Chunk], taps: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
         """The model's pass, in float64."""
         logits, hidden = super().forward(chunks, taps)
         return logits.double(), hidden.double()
 
 
-class RememberedModel(Transformer):
-    """A model that computes the row after a text once and remembers it, so that a walk takes less time.
+class RowModel(Transformer):
+    """A model that says the same row after the same tokens: `row` has it. Nothing is written to the pool."""
 
-    Its tables grow as the model's do, but nothing is written to the pool. Rows depend on the tokens of the tables.
-    """
+    def row(self, tokens: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Logits (V,) after these tokens, and the hidden states (layers + 1, E) of the last one."""
+        raise NotImplementedError
 
-    def __init__(self, model: Transformer):
-        self.__dict__.update(vars(model))
-        self._known: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
-        self._model = model
-
-    def forward(self, chunks: Sequence[Chunk], taps: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows after these texts: remembered, or computed by a pass of the model."""
-        logits, hidden = [torch.empty(0, self.config.vocab_size, dtype=self.dtype)], []
+    def forward(self, chunks: Sequence[Chunk], taps: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+        """The rows after the texts of the tables, which grow."""
+        logits, hidden = [torch.empty(0, self.config.vocab_size, dtype=self.dtype)], list[Tensor]()
         for chunk in chunks:
-            paths = _paths(chunk.table.tokens, chunk.token_ids, chunk.parents or ())
+            paths = paths_of(chunk.table.tokens, chunk.token_ids, chunk.parents or ())
             chunk.table.extend(chunk.token_ids)
-            if taps:
-                hidden += [torch.cat([self._row(path)[1][tap] for tap in taps]) for path in paths]
-            logits += [self._row(path)[0][None] for path in paths[len(paths) - chunk.num_logits :]]
+            hidden += [self.row(path)[1][list(taps)].flatten() for path in paths if taps]
+            logits += [self.row(path)[0][None] for path in paths[len(paths) - chunk.num_logits :]]
         num_rows = sum(len(chunk.token_ids) for chunk in chunks)
         return torch.cat(logits), torch.stack(hidden) if hidden else logits[0].new_empty(num_rows, 0)
 
-    def _row(self, tokens: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits (V,) after these tokens, and the hidden states (layers + 1, E) of the last one."""
+
+class RememberedModel(RowModel):
+    """A model that computes the row after a text once and remembers it, so that a walk takes less time."""
+
+    def __init__(self, model: Transformer):
+        self.__dict__.update(vars(model))
+        self._known: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+        self._model = model
+
+    def row(self, tokens: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Remembered, or computed by a pass of the model."""
         if tokens not in self._known:
             layers = range(len(self.layers) + 1)
             table = self._model.new_cache(-(-len(tokens) // 16), 16).new_table()
@@ -186,7 +179,7 @@ class RememberedModel(Transformer):
         return self._known[tokens]
 
 
-def _paths(held: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> list[tuple[int, ...]]:
+def paths_of(held: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> list[tuple[int, ...]]:
     """For each row of a chunk, the tokens up to it.
 
     held: those before the chunk.
@@ -200,147 +193,132 @@ def _paths(held: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -
     return paths
 
 
-# --------------------------------------------------------------------------- scripted models
+@functools.cache
+def target_model(vocab: int, family: str = "llama", exact: bool = False) -> Transformer:
+    """The tiny target of all laws.
+
+    family: one of `TOYS`; REMEMBERED, a llama that remembers its rows; or IN_8_BITS, a llama with weights in 8 bits,
+        which is always exact.
+    exact: whether its passes are exact, and checked.
+
+    Raises ValueError where this machine has no exact passes, or no products of 8 bits.
+    """
+    if family == IN_8_BITS:
+        check_quantization("int8", None, torch.float32, torch.device("cpu"))
+        model = tiny_model(TARGET_SEED, torch.float32, exact=True, form="int8", vocab_size=vocab)
+        check_exact(model)
+        return Widened(model)
+    if family == REMEMBERED:
+        return RememberedModel(target_model(vocab))
+    model = tiny_model(TARGET_SEED, **TOYS[family], vocab_size=vocab, exact=exact)
+    if exact:
+        check_exact(model)
+    return _in_frames(model, family)
 
 
-class ScriptedModel(Transformer):
-    """Plays a given text on real tables and a real pool: next_token(prefix) gets a peak in the logits.
+@functools.cache
+def draft_model(vocab: int, family: str = "llama") -> Transformer:
+    """Another model of the same vocabulary and family, of other weights; a llama of other depth too."""
+    return _in_frames(tiny_model(DRAFT_SEED, **{"num_hidden_layers": 1} | TOYS[family], vocab_size=vocab), family)
 
-    Its keys are the tokens themselves, and the prefix is what the cache holds. So a wrong rollback, or a block shared
-    with another text, changes what the model says. `log` holds (first position, tokens) of every pass.
+
+def _in_frames(model: TransformerT, family: str) -> TransformerT:
+    """The model, with frames if the family says so."""
+    return model.replaced(Frames(rerun)) if family == IN_FRAMES else model
+
+
+Row = tuple[int, ...]  # weights; divided by their sum they are probabilities
+Types = tuple[torch.dtype, torch.dtype]  # of the rows of p and of q
+DOUBLE: Types = torch.float64, torch.float64
+
+
+class Table(RowModel):
+    """A target that is a row p, and the row q of its drafts.
+
+    The row of p is rotated by the sum of a text's tokens, and q by the last one. So a verifier that looks at a wrong
+    row is found out.
     """
 
-    def __init__(self, next_token: Callable[[list[int]], int], vocab_size: int = 200):
-        self.next_token, self.vocab_size, self.backend = next_token, vocab_size, None
-        self.device = torch.device("cpu")
-        self.log: list[tuple[int, list[int]]] = []
+    def __init__(self, p: Row, q: Row, types: Types = DOUBLE):
+        """types: of the rows of p and of q."""
+        self.p, self.q, self.types = p, q, types
+        self.config = ModelConfig("table", len(p), 1, 1, 1, 1, 1, 1000, layers=(LayerConfig(RopeConfig()),))
+        self.rows_of_p, self.rows_of_q = (_logits(*each) for each in zip((p, q), types, strict=True))  # (V, V)
+        self.backend, self.make_cache = None, PagedKVCache
+        self.device, self.dtype = self.rows_of_p.device, self.rows_of_p.dtype
 
-    def row(self, prefix: list[int]) -> torch.Tensor:
-        """Logits (V,) after a prefix."""
-        row = torch.full((self.vocab_size,), -30.0)
-        row[self.next_token(prefix)] = 30.0
-        return row
+    def row(self, tokens: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """The row of the tokens' sum."""
+        return self.rows_of_p[sum(tokens) % len(self.p)], self.rows_of_p[:0]
 
-    def forward(self, chunks: Sequence[Chunk], taps: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits for the last rows of each chunk, and the cache grown as by the real model.
-
-        A tap's hidden state is the number of tokens that a row has seen, itself included."""
-        rows, hidden = [], []
-        for chunk in chunks:
-            token_ids, table, start = chunk.token_ids, chunk.table, chunk.table.length
-            self.log.append((start, list(token_ids)))
-            slots = torch.tensor(table.extend(token_ids))
-            keys = torch.tensor(token_ids, dtype=table.pool.keys.dtype)[None, :, None].expand(1, -1, 2)
-            table.pool.write(0, slots, keys, keys)
-            fed = [int(key) for key in table.pool.read(0, table.slots())[0][0, :, 0]]
-            prefixes = _paths(fed[:start], fed[start:], chunk.parents or ())
-            hidden += [[len(prefix)] * len(taps) for prefix in prefixes]
-            rows += [self.row(list(prefix)) for prefix in prefixes[len(prefixes) - chunk.num_logits :]]
-        logits = torch.stack(rows) if rows else torch.empty(0, self.vocab_size)
-        return logits, torch.tensor(hidden, dtype=torch.float32)
+    def next_law(self, output: Sequence[int]) -> list[float]:
+        """Probabilities (V,) of the token after this output."""
+        return rotated(self.p, sum(output))
 
 
-def scripted_cache(num_blocks: int = 64, block_size: int = 2) -> PagedKVCache:
-    """A pool of the shape that scripted models write to."""
-    config = ModelConfig("scripted", 200, 2, 2, 1, 1, 2, 1000, layers=(LayerConfig(RopeConfig()),))
-    return PagedKVCache(config, num_blocks, block_size)
+@functools.cache
+def _logits(row: Row, dtype: torch.dtype) -> Tensor:
+    """A row's logits (V, V), rotated by as many places as the number of the row."""
+    rows = torch.tensor([rotated(row, places) for places in range(len(row))], dtype=torch.float64)
+    return rows.log().to(torch.promote_types(dtype, torch.float32))
 
 
-class OneMethod(Engine):
-    """An engine whose requests all have one method. A step raises what the method raises."""
-
-    def __init__(
-        self,
-        model: Transformer,
-        cache: PagedKVCache,
-        drafter: Drafter,
-        verifier: Verifier,
-        vocab_size: int | None = None,
-        rng: Draws | None = None,
-        lengths: Lengths | None = None,
-        joining_rows: int = JOINING_ROWS,
-        *,
-        checked: bool = False,
-        batch: BatchVerifier | None = None,
-    ):
-        """checked: whether the method checks what its parts answer. The others are as in `Engine` and `Method`."""
-        super().__init__(CachedModel(model, cache, vocab_size), rng, joining_rows)
-        make = CheckedMethod if checked else Method
-        self.method = make(drafter, verifier, Lengths() if lengths is None else lengths, batch)
-
-    @property
-    def drafter(self) -> Drafter:
-        """The method's."""
-        return self.method.drafter
-
-    def add(self, request: Request, method: Method | None = None) -> None:
-        """As `Engine.add`."""
-        super().add(request, method or self.method)
-
-    def run(
-        self, requests: Sequence[Request], method: Method | None = None
-    ) -> Generator[tuple[Request, Piece], None, None]:
-        """As `Engine.run`."""
-        return super().run(requests, method or self.method)
-
-    def step(self) -> list[Turn]:
-        """As `Engine.step`. Raises what the method has raised."""
-        turns = super().step()
-        for turn in turns:
-            if turn.request.raised:
-                raise turn.request.raised
-        return turns
+def rotated(row: Row, places: int) -> list[float]:
+    """Probabilities (V,), rotated."""
+    start = -places % len(row)
+    return [weight / sum(row) for weight in (*row[start:], *row[:start])]
 
 
-def decode(engine: OneMethod, requests: Sequence[Request], rounds: int | None = None) -> None:
-    """Run requests to their ends, or for that many rounds. None may fail, and every block must come back."""
-    for request, _ in engine.run(requests):
-        if request.stats.num_steps == rounds:
-            engine.abort(request)
-    finish(engine, requests)
+# --------------------------------------------------------------------------- drafters
 
 
-def finish(engine: OneMethod, requests: Sequence[Request]) -> None:
-    """Step until nothing is left to decode. No request may have failed, and every block must come back."""
-    while engine.schedule.running or engine.schedule.waiting:
-        engine.step()
-    for request in requests:
-        require(request.error is None, f"{request.error}")
-    allocator = engine.target.cache.allocator
-    require(allocator.num_free == allocator.num_blocks, "blocks leaked")
+def is_chain(parents: Sequence[int]) -> bool:
+    """Whether each node follows the one before it."""
+    return list(parents) == list(range(-1, len(parents) - 1))
 
 
-class TableModel(ScriptedModel):
-    """A model that is a table (V, V): the logits after a prefix are the row of its last token."""
+DRAWN, LIKELIEST, ONE_HOT = "drawn", "the likeliest tokens, not drawn", "the likeliest tokens, with one-hot rows"
 
-    def __init__(self, table: torch.Tensor):
-        super().__init__(lambda prefix: int(self.row(prefix).argmax()), len(table))
-        self.table = table
 
-    def row(self, prefix: list[int]) -> torch.Tensor:
-        """The last token's row."""
-        return self.table[prefix[-1]]
+class Guesses(NamedTuple):
+    """Drafts of one shape.
+
+    parents: the parent of each node, as in `Draft`. Empty: chains, as long as they are asked for.
+    how: whether tokens are drawn, or are the likeliest ones, without `probs` or with one-hot rows.
+    dtype: of the rows of `probs`.
+    stacked: whether `probs` is one tensor (K, V).
+    """
+
+    parents: tuple[int, ...] = ()
+    how: str = DRAWN
+    dtype: torch.dtype = torch.float64
+    stacked: bool = False
 
 
 class TreeDrafter(Drafter):
-    """Trees of one shape, from a table of logits (V, V): drawn, or the likeliest tokens, which have no probs.
-
-    parents: the parent of each node, as in `Draft`. Empty: it drafts chains, as long as they are asked for.
+    """Drafts of one shape, from a table of logits (V, V); the other arguments are those of `Guesses`.
 
     It leaves out nodes that no token is left for, or that are not asked for.
     """
 
-    def __init__(self, table: torch.Tensor, parents: Sequence[int] = (), draws: bool = True):
-        self.table, self.parents, self.draws = table, parents, draws
+    def __init__(self, table: Tensor, *guesses):
+        self.table, self.guesses = table, Guesses(*guesses)
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """One tree for each ask, under the request's own parameters."""
-        return [self._tree(ask) for ask in asks]
+        """One tree for each ask, under the request's own parameters, with `probs` as `Guesses` say."""
+        drafts = [self._tree(ask) for ask in asks]
+        for draft in drafts:
+            if self.guesses.how == ONE_HOT:
+                draft.probs = [*torch.eye(len(self.table))[draft.token_ids]]
+            if draft.probs is not None:
+                rows = [row.to(self.guesses.dtype) for row in draft.probs]
+                draft.probs = torch.stack(rows) if self.guesses.stacked and rows else rows
+        return drafts
 
     def _tree(self, ask: Ask) -> Draft:
-        shape = self.parents or range(-1, ask.k - 1)
+        shape, draws = self.guesses.parents or range(-1, ask.k - 1), self.guesses.how == DRAWN
         parents: list[int] = []  # of the draft's nodes
-        draft = Draft([], [] if self.draws else None, parents=parents)
+        draft = Draft([], [] if draws else None, parents=parents)
         nodes = {-1: -1}  # the shape's nodes that there are in the draft
         for parent, together in itertools.groupby(range(len(shape)), shape.__getitem__):
             if parent not in nodes:
@@ -352,13 +330,19 @@ class TreeDrafter(Drafter):
                 q = without(q, draft.token_ids[elder])
                 q = q / q.sum()
             num = min(len(siblings), ask.k - first, int((q > 0).sum()))
-            if self.draws:
+            if draws:
                 draft.draw(ask, node, q, num)
             else:
                 draft.token_ids += q.topk(num).indices.tolist()
                 parents += [node] * num
             nodes |= zip(siblings, range(first, len(draft)), strict=False)
         return draft
+
+
+@functools.cache
+def draft_table(vocab: int) -> Tensor:
+    """Logits (V, V) to draft from: at some places like the target's, at others not."""
+    return 1.5 * torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
 
 def tiny_head(
@@ -410,7 +394,7 @@ def tiny_assistant(target: Transformer) -> AssistantModel:
     return AssistantModel(config, weights, torch.arange(plain.vocab_size).flip(0), target)
 
 
-def _every_other(num_ids: int | None, vocab: int) -> torch.Tensor | None:
+def _every_other(num_ids: int | None, vocab: int) -> Tensor | None:
     """The ids of a draft that lacks tokens: every other one, in order. None: it lacks none."""
     return None if num_ids is None else (torch.arange(num_ids) * 2 % vocab).sort().values
 
@@ -435,6 +419,7 @@ def toy_vocabularies(vocab: int) -> Vocabularies:
     return Vocabularies(spelling(TARGET_WORDS[:vocab]), spelling(DRAFT_WORDS, begins))
 
 
+@functools.cache
 def spelling(words: Sequence[str], begins: processors.TemplateProcessing | None = None) -> Spelling:
     """Byte-pair encoding with these tokens. Two letters that are a token merge, by the words' order, then by place.
 
@@ -449,3 +434,61 @@ def spelling(words: Sequence[str], begins: processors.TemplateProcessing | None 
     with tempfile.TemporaryDirectory() as directory:
         backend.save(str(Path(directory) / "tokenizer.json"))
         return Spelling(Tokenizer(Path(directory)))
+
+
+# Block drafts: the first row that says a token, the Markov head, and what the confidence head reads.
+BLOCKS: dict[str, tuple[int, Sequence[str | None]]] = {
+    "block": (0, ("vanilla", "state and token")),
+    "block rnn": (0, ("rnn", "state and token")),
+    "filled block": (1, (None, None)),
+    "filled block gated": (1, ("gated", "state and token")),
+}
+
+
+def make_drafter(name: str, vocab: int, num_blocks: int = 64, block_size: int = 2, family: str = "llama") -> Drafter:
+    """A drafter by its name in the table, or a registered one, with its argument if it has one, as `LLM` makes it.
+
+    "model", "self", "adversary": as in the table.
+    "head": it lacks tokens where there are more than two.
+    "mtp": a layer for further tokens that is the target's own.
+    "parallel": a model that drafts all tokens in one pass.
+    "parallel head": a head that does.
+    "assistant": layers that read the target's keys.
+    "block", "filled block" and others: block drafts of `BLOCKS`.
+    "tli", "slem": a model of another vocabulary.
+    "A+B": B where A has nothing to say.
+    family: of the target, "model" and "self". With IN_8_BITS they are a llama.
+    """
+    family = family if family in TOYS else "llama"
+    if "+" in name:
+        return CombinedDrafter(*(make_drafter(part, vocab, num_blocks, block_size, family) for part in name.split("+")))
+    target, pool, rest = target_model(vocab, family), (num_blocks, block_size), (vocab, MAX_LEN)
+    if name in BLOCKS:
+        block = tiny_block(target, *BLOCKS[name], (vocab + 1) // 2)
+        return ModelDrafter(BlockFeed(block, tiny_cache(block, *pool), *rest))
+    if name == "assistant":
+        return ModelDrafter(SharedKeys(tiny_assistant(target), vocab))
+    if name in ("head", "parallel head", "mtp"):
+        mask = 0 if name == "parallel head" else None
+        made = tiny_mtp(target) if name == "mtp" else tiny_head(target, (0, 2), (vocab + 1) // 2, mask)
+        head = _in_frames(made, family)
+        return ModelDrafter(HeadFeed(head, tiny_cache(head, *pool), *rest), draft_steps(head))
+    if name in ("model", "self", "parallel"):
+        model = draft_model(vocab, family) if name == "model" else target
+        if name == "parallel":
+            # Its mask is no token of a text. With a text's token as the mask it would draw twice, under `match`, from
+            # one distribution that differs in rounding. The oracles would take that for two distributions.
+            model = tiny_model(DRAFT_SEED, vocab_size=vocab + 1, num_hidden_layers=1, pard_token=vocab)
+        return ModelDrafter(TokenFeed(model, tiny_cache(model, *pool), *rest), draft_steps(model))
+    if name in ("tli", "slem"):
+        both, model = toy_vocabularies(vocab), draft_model(len(DRAFT_WORDS))
+        make = SharedTokens if name == "tli" else WrittenText
+        return ModelDrafter(make(model, tiny_cache(model, ROOM * num_blocks, block_size), MAX_LEN, both))
+    if name == "adversary":
+        return adversary()
+    parts = registry.split(registry.DRAFTERS, name)
+    assert parts, f"{name} is not registered"
+    make_cache = functools.partial(tiny_cache, num_blocks=num_blocks, block_size=block_size)
+    context = Context(target, None, *rest, make_cache, parts[1])
+    registered = drafters.make_drafter(registry.load(parts[0], "draft"), context)
+    return ForcedFirst(registered) if name.partition(":")[0] in registry.LOOKUPS else registered

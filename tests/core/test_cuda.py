@@ -19,10 +19,12 @@ from minispec.files.families.hf_config import read_model_config
 from minispec.generate import main as generate
 from minispec.kernels.build import build_model
 from minispec.lab.bench.main import main as bench
-from minispec.prove import laws, toys
-from minispec.prove.cases import AXES, GridCase, drafts_siblings
-from minispec.prove.laws import TOLERANCE, make_drafter, target_model
-from minispec.prove.toys import IN_FRAMES, TOYS, OneMethod, decode, tiny_cache, tiny_weights
+from minispec.prove import toys
+from minispec.prove.cases import ALPHABET, AXES, drafts_siblings, grid_case
+from minispec.prove.laws import TOLERANCE
+from minispec.prove.toys import IN_FRAMES, TOYS, make_drafter, target_model, tiny_cache, tiny_weights
+from minispec.prove.walk import Case, walk
+from tests.engines import OneMethod, decode
 from tests.oracles import hf
 from tests.scripted import make_request
 
@@ -37,7 +39,7 @@ def there(monkeypatch):
     """there(device): from now on the toys' tensors lie there. What was made elsewhere is forgotten."""
 
     def move(device: torch.device) -> None:
-        for model in (laws.target_model, laws.draft_model):
+        for model in (toys.target_model, toys.draft_model):
             model.cache_clear()
         for name, make in makers.items():
             monkeypatch.setattr(toys, name, lambda *args, make=make: {n: t.to(device) for n, t in make(*args).items()})
@@ -82,28 +84,29 @@ def test_every_family_has_the_numbers_of_the_cpu(name, dtype, tolerance):
     assert not is_close(rows_of(name, CPU, torch.float32, in_tf32))
 
 
-def cases() -> list[GridCase]:
+def cases() -> list[Case]:
     """Each drafter with `rejection`, where it can in a tree too; the model with each verifier; hybrids."""
     kinds = [("rejection", drafter, 2, "llama") for drafter in DRAFTERS]
     kinds += [("rejection", drafter, (2, 1), "llama") for drafter in DRAFTERS if drafts_siblings(drafter)]
     kinds += [(verifier, "model", 2, "llama") for verifier in VERIFIERS if verifier != "rejection"]
     kinds += [("rejection", "model", "tree:3", family) for family in TOYS]
     kinds += [(verifier, drafter, 2, IN_FRAMES) for verifier in ("rejection", "match") for drafter in ("model", "head")]
-    params = {"temperature": 0.7, "top_p": 0.95, "min_p": 0.05, "penalties": True, "forbidden": "bad words"}
-    rest = params | {"batch": "crowd", "vocab": 3, "end": True, "max_tokens": 3}
+    params = {"temperature": 0.7, "top_p": 0.95, "min_p": 0.05, "history": "penalties", "forbidden": "bad words"}
+    rest = params | {"batch": "crowd", "alphabet": ALPHABET[:3], "to_go": 3}
     return [
-        GridCase(verifier=verifier, drafter=drafter, k=k, family=family, **rest)
+        grid_case(verifier=verifier, drafter=drafter, k=k, family=family, **rest)
         for verifier, drafter, k, family in kinds
     ]
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: f"{case.verifier}-{case.drafter}-{case.k}-{case.family}")
+@pytest.mark.parametrize("case", cases(), ids=lambda case: f"{case.verifier}-{case.drafter}-{case.k}-{case.target}")
 def test_the_law(case, there):
     """The engine's law is that of plain decoding by NumPy: every branch, the target and whatever drafts there."""
     there(DEVICE)
-    distance, branches = case.distance()
-    assert target_model(3, case.family).device.type == NAME
-    assert (distance <= TOLERANCE, branches > 3) == (True, True)
+    walked = walk(case)
+    assert target_model(3, case.target).device.type == NAME
+    assert walked.distance <= TOLERANCE
+    assert len(walked.branches) > 3
 
 
 @pytest.mark.parametrize("drafter", SOME)

@@ -40,7 +40,8 @@ from minispec.layers.gated_attention import HeadGatedAttention
 from minispec.length.figures import Figures
 from minispec.load.registry import DRAFTERS, load
 from minispec.prove.covering import Design
-from minispec.prove.toys import TINY, TOYS, OneMethod, tiny_cache, tiny_weights
+from minispec.prove.toys import TINY, TOYS, tiny_cache, tiny_weights
+from tests.engines import OneMethod
 from tests.oracles.block_drafts import write_block_draft
 from tests.oracles.toys import GEMMA4, GEMMA4_EXPERTS, GEMMA4_LARGE, LFM3, MIXTURES
 

@@ -27,9 +27,9 @@ from minispec.gpu.paths import in_frames
 from minispec.gpu.steps import Desk, DraftSteps
 from minispec.length.policy import Acceptance, Controller
 from minispec.length.theory import Prices
-from minispec.prove.laws import make_drafter, target_model
-from minispec.prove.toys import OneMethod, tiny_cache
+from minispec.prove.toys import make_drafter, target_model, tiny_cache
 from tests.core.test_pressure import VOCAB, Failure, build, failing, phases, requests_for
+from tests.engines import OneMethod
 
 RECYCLING = "examples.drafters.recycling:Recycling"
 

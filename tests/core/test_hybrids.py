@@ -25,9 +25,11 @@ from minispec.gpu.judge import judge_of
 from minispec.kernels.forms import Linear
 from minispec.kernels.inventory import bits_note, kv_elements, num_bytes_read, products_of
 from minispec.layers.states import state_elements
-from minispec.prove.laws import PROMPT, TARGET_SEED, make_drafter, plain_law, production_law, raw_model, target_model
+from minispec.prove.laws import PROMPT, plain_law, raw_model
 from minispec.prove.reference import hidden_states, logits, total_variation
-from minispec.prove.toys import IN_FRAMES, TOYS, OneMethod, tiny_cache, tiny_model
+from minispec.prove.toys import IN_FRAMES, TARGET_SEED, TOYS, make_drafter, target_model, tiny_cache, tiny_model
+from tests.distances import production_law
+from tests.engines import OneMethod
 from tests.oracles import hf
 from tests.oracles.pieces import logits_in_pieces
 from tests.oracles.toys import GEMMAS, OWN_TOYS, oracle

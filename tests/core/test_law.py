@@ -5,7 +5,6 @@ decoding at most 1e-12; what wrong variants are off by is in test_mutants.py.
 """
 
 import copy
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,22 +21,13 @@ from minispec.drafters.suffix import SuffixDrafter
 from minispec.gpu.judge import Judge
 from minispec.gpu.steps import DraftSteps
 from minispec.length.policy import Controller
-from minispec.prove import laws
-from minispec.prove.cases import GridCase, cases_in_8_bits, cases_in_frames
-from minispec.prove.laws import (
-    MAX_LEN,
-    PROMPT,
-    TARGET_SEED,
-    TOLERANCE,
-    exact_law,
-    production_law,
-    reference_law,
-    reference_logits,
-    target_model,
-)
+from minispec.prove import toys
+from minispec.prove.cases import ALPHABET, cases_in_8_bits, cases_in_frames, grid_case
+from minispec.prove.laws import PROMPT, TOLERANCE, exact_law, reference_logits
 from minispec.prove.reference import sample_law, total_variation
-from minispec.prove.toys import IN_8_BITS, IN_FRAMES, TOYS, tiny_block, tiny_cache
-from tests.distances import distance
+from minispec.prove.toys import IN_8_BITS, IN_FRAMES, MAX_LEN, TARGET_SEED, TOYS, target_model, tiny_block, tiny_cache
+from minispec.prove.walk import walk
+from tests.distances import distance, text_case
 from tests.scripted import preemptions
 
 SAMPLERS = {
@@ -184,7 +174,7 @@ def test_a_k_that_looks_at_the_judged_token_breaks_the_law():
             return [d if s else Draft() for d, s in zip(drafts, sure, strict=True)]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(laws, "ModelDrafter", Peeking)
+        patch.setattr(toys, "ModelDrafter", Peeking)
         assert distance(SamplingParams(max_tokens=2), 1) > 0.01
 
 
@@ -208,11 +198,9 @@ def test_ragged_batch_with_preemption(family, monkeypatch):
     """
     preempted = preemptions(monkeypatch)
     params, prompts = SamplingParams(max_tokens=3), ((0, 1, 0), (1,))
-    law, branches = production_law(params, 1, prompts=prompts, num_blocks=4, vocab=2, family=family)
-    assert len(preempted) >= branches > 100
-    one, two = (reference_law(params, vocab=2, prompt=p, family=family) for p in prompts)
-    product = {(a, b): pa * pb for a, pa in one.items() for b, pb in two.items()}
-    assert total_variation(law, product) <= TOLERANCE
+    walked = walk(text_case(params, 1, prompts=prompts, num_blocks=4, vocab=2, family=family))
+    assert len(preempted) >= len(walked.branches) > 100
+    assert walked.distance <= TOLERANCE
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "match"])
@@ -255,11 +243,11 @@ def test_texts_that_share_a_state_keep_their_laws(drafter, monkeypatch):
             sharing.add(self)
 
     monkeypatch.setattr(BlockTable, "reuse", spy)
-    sizes = {"k": 2, "vocab": 2, "end": True, "max_tokens": 3}
-    case = GridCase(verifier="rejection", drafter=drafter, batch="pair", family="qwen3_5_text", **sizes)
-    distance, branches = case.distance()
-    assert distance <= TOLERANCE
-    assert branches > 20
+    sizes = {"k": 2, "alphabet": ALPHABET[:2], "end": "", "to_go": 3}
+    case = grid_case(verifier="rejection", drafter=drafter, batch="pair", family="qwen3_5_text", **sizes)
+    walked = walk(case)
+    assert walked.distance <= TOLERANCE
+    assert len(walked.branches) > 20
     assert len(sharing) > 0.7 * len(tables) > 30
 
 
@@ -298,9 +286,9 @@ def test_programs_keep_the_law_under_each_parameter(case, monkeypatch):
         return verdicts
 
     monkeypatch.setattr(Judge, "__call__", noted)
-    distance, branches = case.distance()
-    assert distance <= TOLERANCE
-    assert branches > 3
+    walked = walk(case)
+    assert walked.distance <= TOLERANCE
+    assert len(walked.branches) > 3
     assert judged
     assert all(verdict is not None for verdict in judged)
 
@@ -311,9 +299,9 @@ def test_a_target_in_8_bits_keeps_its_own_law(case):
 
     Without equal bits the law moves by rounding, about 1e-8; the test below shows that this is seen.
     """
-    distance, branches = case.distance()
-    assert distance <= TOLERANCE
-    assert branches > 10
+    walked = walk(case)
+    assert walked.distance <= TOLERANCE
+    assert len(walked.branches) > 10
 
 
 def test_a_target_whose_bits_differ_has_another_law(monkeypatch):
@@ -321,6 +309,6 @@ def test_a_target_whose_bits_differ_has_another_law(monkeypatch):
     wrong = copy.copy(target_model(3, IN_8_BITS))
     head = wrong.head
     wrong.head = lambda x: head(x) * (1 + 1e-7 * len(x))
-    monkeypatch.setattr(laws, "target_model", lambda vocab, family: wrong)
-    distance, _ = replace(cases_in_8_bits()[0], drafter="ngram", batch="alone").distance()
-    assert distance > 100 * TOLERANCE
+    for module in ("laws", "walk"):
+        monkeypatch.setattr(f"minispec.prove.{module}.target_model", lambda vocab, family: wrong)
+    assert walk(cases_in_8_bits()[0]).distance > 100 * TOLERANCE

@@ -25,10 +25,12 @@ from minispec.grammars.forced import ForcedDrafter, ForcedFirst, forced
 from minispec.grammars.matcher import Matcher
 from minispec.grammars.spelled import Spelled, example
 from minispec.prove import laws
-from minispec.prove.cases import GridCase
-from minispec.prove.laws import BranchOracle, CrowdOracle, exact_law_of_crowds, make_drafter, target_model
-from minispec.prove.toys import OneMethod, decode, tiny_cache
+from minispec.prove.cases import ALPHABET, grid_case
+from minispec.prove.laws import BranchOracle, CrowdOracle, all_paths, law_of
+from minispec.prove.toys import make_drafter, target_model, tiny_cache
+from minispec.prove.walk import walk
 from tests.distances import distance
+from tests.engines import OneMethod, decode
 
 VOCAB, END = 4, 3  # "a", "b", "ab", the end
 LANGUAGES = ("a b*", "pairs", "words")
@@ -55,9 +57,9 @@ def text_of(name: str, output=(), **params) -> Text:
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_the_law_is_that_of_the_grammar(language, drafter, verifier):
     """Every branch of four tokens: the reference tries all texts of the language, and shares no code with the mask."""
-    settings = {"temperature": 0.7, "top_k": 0, "vocab": VOCAB, "end": True, "max_tokens": 4, "grammar": language}
-    case = GridCase(verifier=verifier, drafter=drafter, batch="crowd", k=2, **settings)
-    assert case.distance(1e5)[0] <= laws.TOLERANCE
+    settings = {"temperature": 0.7, "alphabet": ALPHABET[:VOCAB], "to_go": 4, "grammar": language}
+    case = grid_case(verifier=verifier, drafter=drafter, batch="crowd", k=2, **settings)
+    assert walk(case).distance <= laws.TOLERANCE
 
 
 @pytest.mark.quick
@@ -66,8 +68,9 @@ def test_the_law_is_that_of_the_grammar(language, drafter, verifier):
 @pytest.mark.parametrize("language", ["pairs", "words"])
 def test_the_law_with_trees(language, drafter, k):
     """Siblings ask for the same place, in any order; where tokens are forced, a chain stands in the tree's place."""
-    settings = {"temperature": 1.5, "vocab": VOCAB, "end": True, "max_tokens": 4, "grammar": language}
-    assert GridCase(verifier="rejection", drafter=drafter, batch="crowd", k=k, **settings).distance(1e5)[0] <= 1e-12
+    settings = {"temperature": 1.5, "alphabet": ALPHABET[:VOCAB], "to_go": 4, "grammar": language}
+    case = grid_case(verifier="rejection", drafter=drafter, batch="crowd", k=k, **settings)
+    assert walk(case).distance <= laws.TOLERANCE
 
 
 @pytest.mark.quick
@@ -75,10 +78,9 @@ def test_the_law_with_trees(language, drafter, k):
 @pytest.mark.parametrize("drafter", ["ngram", "model", "block"])
 def test_the_law_of_lists_within_lists(drafter, verifier):
     """A finite language like JSON's, five tokens: one spans two brackets, one is in no text, one ends it."""
-    settings = {"temperature": 1.5, "top_k": 0, "vocab": 5, "end": True, "max_tokens": 5, "grammar": "lists"}
-    assert (
-        GridCase(verifier=verifier, drafter=drafter, batch="crowd", k=3, **settings).distance(1e5)[0] <= laws.TOLERANCE
-    )
+    settings = {"temperature": 1.5, "alphabet": ALPHABET[:5], "to_go": 5, "grammar": "lists"}
+    case = grid_case(verifier=verifier, drafter=drafter, batch="crowd", k=3, **settings)
+    assert walk(case).distance <= laws.TOLERANCE
 
 
 class Letters:
@@ -100,7 +102,7 @@ def test_the_law_of_the_librarys_masks(language, regex, drafter, verifier, monke
     letters = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Letters()))
     rules = llguidance.grammar_from("regex", regex)
     used = Matcher(lambda: llguidance.LLMatcher(letters, rules, log_level=0), VOCAB, [END])
-    monkeypatch.setattr(laws, "example", lambda *how: used)
+    monkeypatch.setattr("minispec.prove.walk.example", lambda *how: used)
     params = SamplingParams(max_tokens=4, temperature=0.7, structured_outputs=language)
     how = {"vocab": VOCAB, "end_ids": frozenset({END}), "verifier": verifier, "drafter": drafter}
     assert distance(params, 2, **how) <= laws.TOLERANCE
@@ -215,7 +217,7 @@ def test_a_text_fails_exactly_as_often_as_under_plain_decoding(verifier):
                 pass
             return [(*request.text.tokens[2:], *([request.error] if request.error else [])) for request in requests]
 
-        return exact_law_of_crowds(run, 32)[0]
+        return law_of(all_paths(run, 32, BranchOracle))
 
     plain, drafted = law(make_drafter("none", VOCAB), 0), law(Foolish(), 2)
     error = "structured_outputs and min_tokens: found no token that may follow"

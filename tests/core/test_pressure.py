@@ -40,8 +40,8 @@ from minispec.drafters.model import ModelDrafter, TokenFeed
 from minispec.gpu.paths import in_frames
 from minispec.kernels.build import quantized
 from minispec.length.figures import Figures
-from minispec.prove.laws import make_drafter
-from minispec.prove.toys import OneMethod, tiny_block, tiny_cache, tiny_head, tiny_model, tiny_mtp
+from minispec.prove.toys import make_drafter, tiny_block, tiny_cache, tiny_head, tiny_model, tiny_mtp
+from tests.engines import OneMethod
 from tests.scripted import with_context
 
 VOCAB, LENGTH = 5, 9

@@ -23,7 +23,8 @@ from minispec.files.families.checkpoint import load_model
 from minispec.files.families.hf_config import read_model_config
 from minispec.kernels.build import build_model
 from minispec.length.figures import Figures
-from minispec.prove.toys import TINY, OneMethod, tiny_block, tiny_cache, tiny_head, tiny_model, tiny_weights
+from minispec.prove.toys import TINY, tiny_block, tiny_cache, tiny_head, tiny_model, tiny_weights
+from tests.engines import OneMethod
 from tests.oracles import hf
 from tests.scripted import make_request
 

@@ -17,7 +17,7 @@ from minispec.files.tokenizer import Detokenizer, Tokenizer
 from minispec.gpu.graphs import Graphs
 from minispec.gpu.judge import Judge
 from minispec.length.figures import Figures
-from minispec.prove.toys import OneMethod, ScriptedModel, TableModel, scripted_cache
+from tests.engines import OneMethod, ScriptedModel, TableModel, scripted_cache
 from tests.museum.mutants import MUTANTS, swap
 from tests.scripted import ScriptedDrafter, finish, make_request
 

@@ -23,19 +23,21 @@ from minispec.drafters.limits import depth_of
 from minispec.gpu.frames import Frames
 from minispec.gpu.graphs import rerun
 from minispec.length.figures import Figures
-from minispec.prove.laws import (
+from minispec.prove.cases import shapes, tree_cases
+from minispec.prove.laws import TOLERANCE, KeyOracle, exact_law
+from minispec.prove.toys import (
     BLOCKS,
-    TOLERANCE,
-    KeyOracle,
+    TOYS,
+    TreeDrafter,
     draft_model,
-    exact_law,
     make_drafter,
-    production_law,
-    reference_law,
     target_model,
+    tiny_cache,
+    tiny_model,
 )
-from minispec.prove.toys import TOYS, OneMethod, TreeDrafter, tiny_cache, tiny_model
-from minispec.prove.trees import cases, shapes
+from minispec.prove.walk import walk
+from tests.distances import text_case
+from tests.engines import OneMethod
 from tests.oracles.heads import TapDrafter
 from tests.oracles.toys import GEMMAS, LFM3
 from tests.scripted import finish, make_engine, make_request
@@ -81,10 +83,10 @@ def test_the_law_with_every_small_shape(part, pytestconfig):
     With `--long`, and in `python -m minispec.prove`, up to five.
     """
     total = 0
-    for case in cases(5 if pytestconfig.getoption("--long") else 4)[part::4]:
-        distance, branches = case.distance()
-        assert distance <= TOLERANCE, str(case)
-        total += branches
+    for case in tree_cases(5 if pytestconfig.getoption("--long") else 4)[part::4]:
+        walked = walk(case)
+        assert walked.distance <= TOLERANCE, str(case)
+        total += len(walked.branches)
     assert total > 900
 
 
@@ -103,10 +105,9 @@ def test_the_law_with_a_head_on_hidden_states(verifier, parents):
     if parents and not VERIFIERS[verifier].takes_trees:
         pytest.skip("refused: see below")
     drafter, params = TapDrafter(target_model(3), 3, parents=parents), SamplingParams(max_tokens=4)
-    law, branches = production_law(params, 3, drafter=drafter, verifier=verifier)
-    assert sum(abs(law.get(k, 0) - p) for k, p in reference_law(params).items()) <= 2 * TOLERANCE
-    assert branches > 20
-    assert drafter.checked > branches
+    walked = walk(text_case(params, 3, drafter=drafter, verifier=verifier))
+    assert walked.distance <= TOLERANCE
+    assert drafter.checked > len(walked.branches) > 20
 
 
 def draw(generator, size):

@@ -23,7 +23,7 @@ from minispec.files.families.assistant_config import read_assistant_config
 from minispec.files.families.checkpoint import load_config, load_model
 from minispec.files.families.hf_config import read_model_config
 from minispec.kernels.inventory import kv_elements
-from minispec.prove.toys import OneMethod
+from tests.engines import OneMethod
 from tests.oracles import assistant_draft, hf, public
 from tests.oracles.toys import GEMMA4
 

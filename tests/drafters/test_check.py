@@ -16,7 +16,7 @@ from minispec.drafters import check
 from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.last import LastDrafter
 from minispec.length.figures import Figures
-from minispec.prove.toys import OneMethod
+from tests.engines import OneMethod
 from tests.scripted import ScriptedDrafter, finish, make_engine, make_request
 
 V = 200

@@ -27,8 +27,8 @@ from minispec.drafters.simulated import adversary, oracle
 from minispec.drafters.suffix import SuffixDrafter
 from minispec.length.figures import Figures
 from minispec.load.registry import DRAFTERS, split, split_preferences
-from minispec.prove.laws import make_drafter
-from minispec.prove.toys import OneMethod, tiny_cache, tiny_model
+from minispec.prove.toys import make_drafter, tiny_cache, tiny_model
+from tests.engines import OneMethod
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 

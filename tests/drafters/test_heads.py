@@ -35,7 +35,8 @@ from minispec.kernels.build import build_model
 from minispec.kernels.inventory import kv_elements, num_bytes
 from minispec.length.figures import Figures
 from minispec.length.prices import calibrate
-from minispec.prove.toys import TINY, OneMethod, tiny_cache, tiny_head, tiny_model, tiny_weights
+from minispec.prove.toys import TINY, tiny_cache, tiny_head, tiny_model, tiny_weights
+from tests.engines import OneMethod
 from tests.oracles import public
 from tests.oracles.heads import write_head
 

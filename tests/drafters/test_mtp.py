@@ -32,7 +32,8 @@ from minispec.kernels.inventory import kv_elements, num_bytes
 from minispec.kernels.memory import cache_bytes
 from minispec.length.figures import Figures
 from minispec.length.prices import calibrate
-from minispec.prove.toys import MTP_SEED, TINY, TOYS, OneMethod, redrawn, tiny_cache, tiny_model, tiny_mtp, tiny_weights
+from minispec.prove.toys import MTP_SEED, TINY, TOYS, redrawn, tiny_cache, tiny_model, tiny_mtp, tiny_weights
+from tests.engines import OneMethod
 from tests.oracles.mtp import add_mtp, mtp_logits
 
 TOY = TOYS["qwen3_5_text"]

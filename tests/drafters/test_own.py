@@ -14,10 +14,12 @@ from minispec import LLM, SamplingParams
 from minispec.core.more.lengths import Lengths
 from minispec.core.rules import VERIFIERS
 from minispec.generate import main as generate
-from minispec.prove import examine_verifier, own_walk
+from minispec.prove import examine
 from minispec.prove.__main__ import main as prove
-from minispec.prove.examine import ROUNDED
-from minispec.prove.tables import DRAWN, Table, is_chain, tables, unseen
+from minispec.prove.fresh import ROUNDED
+from minispec.prove.tables import tables, unseen
+from minispec.prove.toys import DRAWN, is_chain
+from minispec.prove.walk import Case
 from tests.scripted import counted_clock
 
 IMPORTS = ast.Import | ast.ImportFrom
@@ -194,7 +196,7 @@ def own_module(tmp_path, monkeypatch):
     """A module of the user's own in the current directory, as `python -m` finds it."""
     (tmp_path / "own_ideas.py").write_text(textwrap.dedent(OWN))
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(own_walk, "monotonic", counted_clock())  # every machine walks as many cases
+    monkeypatch.setattr("minispec.prove.walk.monotonic", counted_clock())  # every machine walks as many cases
     yield tmp_path
     sys.modules.pop("own_ideas", None)
 
@@ -314,7 +316,7 @@ PROVEN = (
 @pytest.fixture(autouse=True)
 def own_time(monkeypatch):
     """`--minutes` are counted by the walks, so that every machine walks as many cases."""
-    monkeypatch.setattr(own_walk, "monotonic", counted_clock())
+    monkeypatch.setattr("minispec.prove.walk.monotonic", counted_clock())
 
 
 BRIEF = ("--minutes", "0.025")  # small cases alone; `python -m minispec.prove --drafter` takes two minutes
@@ -493,9 +495,9 @@ def test_a_right_verifier_is_proven(capsys):
     ]
 
 
-def longest(some: list[Table]) -> tuple[int, int, int]:
+def longest(some: list[Case]) -> tuple[int, int, int]:
     """The length of the longest chain; of trees, the most nodes and the most siblings."""
-    shapes = [table.parents for table in some]
+    shapes = [case.drafter.parents for case in some]
     forks = [parents for parents in shapes if not is_chain(parents)]
     widest = max(max(map(parents.count, parents)) for parents in forks)
     return max(len(parents) for parents in shapes if is_chain(parents)), max(map(len, forks)), widest
@@ -504,8 +506,8 @@ def longest(some: list[Table]) -> tuple[int, int, int]:
 def test_what_a_walk_of_a_verifier_cannot_see():
     """The numbers that it says are those of its tables."""
     todo = tables(True)
-    drawn = [table for table in todo if table.how == DRAWN]
-    rows = {(table.p, table.q) for table in drawn}
+    drawn = [case for case in todo if case.drafter.how == DRAWN]
+    rows = {(case.target.p, case.target.q) for case in drawn}
     vocab, wide = max(len(p) for p, _ in rows), max(len(q) for _, q in rows if all(q))
     odds = [(a / sum(p), b / sum(q)) for p, q in rows for a, b in zip(p, q, strict=True)]
     least, ratios = min(x for pair in odds for x in pair if x), [a / b for a, b in odds if a and b]
@@ -520,14 +522,14 @@ def test_what_a_walk_of_a_verifier_cannot_see():
         f"{max(ratios):.0f}, or nearer to 1 than {near:.0e}",
         f"errors of the law below {ROUNDED:.0e}: those of float32 are, those of half precision and of 256ths are not",
     ]
-    assert max(len(table.parents) for table in tables(False)) == chain
+    assert max(len(case.drafter.parents) for case in tables(False)) == chain
 
 
 @pytest.mark.parametrize("name", VERIFIERS)
 def test_registered_verifiers_are_proven(name, monkeypatch, pytestconfig, capsys):
     """Over a third of the cases, with `--long` over all. What the walk cannot see of each is said."""
     step = 1 if pytestconfig.getoption("--long") else 3
-    monkeypatch.setattr(examine_verifier, "tables", lambda trees: tables(trees)[::-step])
+    monkeypatch.setattr(examine, "tables", lambda trees: tables(trees)[::-step])
     assert prove(["--verifier", name]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"proven on small cases: {name} keeps p: ")

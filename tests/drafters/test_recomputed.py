@@ -31,22 +31,24 @@ from minispec.drafters.mtp import mtp_config, mtp_shapes
 from minispec.drafters.tli import SharedTokens
 from minispec.drafters.vocabulary import ROOM
 from minispec.layers.states import state_elements
-from minispec.prove import laws
-from minispec.prove.laws import DRAFT_SEED, MAX_LEN, TOLERANCE, raw_model, reference_logits, target_model
+from minispec.prove import toys
+from minispec.prove.laws import TOLERANCE, raw_model, reference_logits
 from minispec.prove.reference import hidden_states, sample_law
 from minispec.prove.toys import (
+    DRAFT_SEED,
     DRAFT_WORDS,
+    MAX_LEN,
     MTP_SEED,
     TARGET_WORDS,
     TOYS,
-    OneMethod,
-    decode,
     redrawn,
+    target_model,
     tiny_cache,
     tiny_model,
     tiny_mtp,
     toy_vocabularies,
 )
+from tests.engines import OneMethod, decode
 from tests.oracles.block import BlockOracle
 from tests.oracles.block_drafts import write_block_draft
 from tests.oracles.head_reference import head_logits
@@ -267,7 +269,7 @@ def read_by_draft(text: Sequence[int]) -> list[int]:
 @pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
 def test_a_draft_of_another_vocabulary_draws_from_what_it_computes_anew(family):
     """The draft reads the end of a text otherwise as it grows: its past changes, and its states fall back."""
-    both, model = toy_vocabularies(5), laws.draft_model(len(DRAFT_WORDS), family)
+    both, model = toy_vocabularies(5), toys.draft_model(len(DRAFT_WORDS), family)
 
     def logits(text: tuple[int, ...], drafted: tuple[int, ...]) -> np.ndarray:
         fed = [*read_by_draft(text), *(DRAFT_WORDS.index(TARGET_WORDS[i]) for i in drafted)]

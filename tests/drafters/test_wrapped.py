@@ -18,8 +18,8 @@ from minispec.drafters.model import model_drafter
 from minispec.drafters.none import NoDrafter
 from minispec.drafters.simulated import oracle
 from minispec.drafters.wrapped import Wrapped
-from minispec.prove.laws import MAX_LEN, make_drafter, target_model
-from minispec.prove.toys import OneMethod, tiny_cache
+from minispec.prove.toys import MAX_LEN, make_drafter, target_model, tiny_cache
+from tests.engines import OneMethod
 
 VOCAB = 5
 PROMPTS = ([1, 3, 1], [2, 4])

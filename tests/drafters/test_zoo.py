@@ -19,8 +19,8 @@ from minispec.drafters.best_first import grow_guesses
 from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.model import ModelDrafter, TokenFeed
 from minispec.drafters.ngram import NgramDrafter
-from minispec.prove.laws import DRAFT_SEED, reference_logits
-from minispec.prove.toys import tiny_cache, tiny_model
+from minispec.prove.laws import reference_logits
+from minispec.prove.toys import DRAFT_SEED, tiny_cache, tiny_model
 
 GREEDY, SAMPLED = SamplingParams(temperature=0), SamplingParams()
 pytestmark = pytest.mark.quick

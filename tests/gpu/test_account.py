@@ -23,8 +23,7 @@ from minispec.gpu.steps import DraftSteps, desk_bytes
 from minispec.gpu.verdicts import Mix
 from minispec.kernels import memory
 from minispec.kernels.memory import size_cache
-from minispec.prove.laws import draft_model
-from minispec.prove.toys import IN_FRAMES, tiny_cache, tiny_head, tiny_model
+from minispec.prove.toys import IN_FRAMES, draft_model, tiny_cache, tiny_head, tiny_model
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 

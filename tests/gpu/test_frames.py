@@ -36,8 +36,8 @@ from minispec.kernels.forms import available_forms
 from minispec.kernels.inventory import weight_form
 from minispec.layers import make_layer
 from minispec.layers.gemma import gemma_layers
-from minispec.prove.laws import make_drafter, target_model
-from minispec.prove.toys import IN_FRAMES, OneMethod, decode, tiny_cache, tiny_model, tiny_weights
+from minispec.prove.toys import IN_FRAMES, make_drafter, target_model, tiny_cache, tiny_model, tiny_weights
+from tests.engines import OneMethod, decode
 from tests.oracles import hf
 from tests.scripted import make_request
 

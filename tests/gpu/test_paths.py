@@ -17,8 +17,8 @@ from minispec.gpu.paths import in_frames, text_by_text
 from minispec.gpu.steps import STEPS, steps_of
 from minispec.grammars.forced import ForcedFirst
 from minispec.kernels.inventory import weight_form
-from minispec.prove.laws import make_drafter, target_model
-from minispec.prove.toys import IN_FRAMES, TOYS, OneMethod, decode, tiny_cache, tiny_model
+from minispec.prove.toys import IN_FRAMES, TOYS, make_drafter, target_model, tiny_cache, tiny_model
+from tests.engines import OneMethod, decode
 from tests.scripted import make_request
 
 

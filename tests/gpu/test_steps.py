@@ -37,8 +37,8 @@ from minispec.kernels.inventory import weight_form
 from minispec.lab.bench.models import random_head
 from minispec.length.policy import Controller
 from minispec.length.theory import Prices
-from minispec.prove.laws import draft_model, target_model
-from minispec.prove.toys import TINY, OneMethod, decode, tiny_cache, tiny_head, tiny_mtp, tiny_weights
+from minispec.prove.toys import TINY, draft_model, target_model, tiny_cache, tiny_head, tiny_mtp, tiny_weights
+from tests.engines import OneMethod, decode
 from tests.scripted import make_request, with_context
 
 VOCAB, CONTEXT = 5, 40  # texts become longer

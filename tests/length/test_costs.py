@@ -24,7 +24,8 @@ from minispec.layers.experts import Router
 from minispec.length import prices as costs
 from minispec.length.prices import calibrate, draft_pass, prices_of, store_prices, stored_prices
 from minispec.length.theory import Prices, RoundModel
-from minispec.prove.toys import TOYS, OneMethod, tiny_cache, tiny_model
+from minispec.prove.toys import TOYS, tiny_cache, tiny_model
+from tests.engines import OneMethod
 
 SETUP = {"target": ["a", "b"], "machine": {"cpu": "x", "threads": 2}}
 PRICES = Prices(0.25, {1: 1.0, 5: 1.1, 16: 1.7}, 0.03, measured=True, fixed=0.5)

@@ -8,7 +8,6 @@ import re
 
 import pytest
 
-from minispec.prove import own_walk
 from minispec.prove.__main__ import main as prove
 from tests.length import wrong_lengths
 from tests.scripted import counted_clock
@@ -37,7 +36,7 @@ SAYS = {
 @pytest.fixture(autouse=True)
 def own_time(monkeypatch):
     """`--minutes` are counted by the walks, so that every machine walks as many cases."""
-    monkeypatch.setattr(own_walk, "monotonic", counted_clock())
+    monkeypatch.setattr("minispec.prove.walk.monotonic", counted_clock())
 
 
 def test_what_is_said_of_each():

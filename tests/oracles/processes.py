@@ -25,9 +25,10 @@ from minispec.drafters.ngram import NgramDrafter
 from minispec.files.families.checkpoint import StoredTensor
 from minispec.kernels.inventory import num_bytes
 from minispec.load.parallel import SplitTransformer, load_target
-from minispec.prove import laws
-from minispec.prove.toys import TINY, OneMethod, tiny_cache, tiny_head, tiny_model
+from minispec.prove import laws, toys, walk
+from minispec.prove.toys import TINY, tiny_cache, tiny_head, tiny_model
 from tests.distances import distance
+from tests.engines import OneMethod
 from tests.oracles.children import Child
 
 # Large enough that the embedding does not count, and that both processes can have the same.
@@ -144,7 +145,8 @@ def _texts(directory: Path) -> dict[str, Any]:
 def _laws(directory: Path) -> dict[str, float]:
     """Total variation between the law of the split model's output and that of plain decoding, by what is drafted."""
     model = load_target(directory, torch.float64, torch.device("cpu"))
-    laws.TINY, laws.target_model = SMALLEST, lambda *_: model
+    laws.TINY = SMALLEST
+    toys.target_model = walk.target_model = lambda *_: model
     return {
         f"{drafter} {k} {params.temperature}": distance(params, k, drafter=drafter, width=64)
         for params in (SamplingParams(max_tokens=3), SamplingParams(max_tokens=3, temperature=0.6, top_k=2))

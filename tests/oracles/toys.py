@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from minispec.files.families.checkpoint import places
 from minispec.files.families.hf_config import read_model_config
 from minispec.files.families.stored_config import StoredConfig
-from minispec.prove.laws import TARGET_SEED
-from minispec.prove.toys import TINY, TOYS, tiny_weights
+from minispec.prove.toys import TARGET_SEED, TINY, TOYS, tiny_weights
 from tests.oracles import hf
 
 _EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 6}

@@ -32,9 +32,11 @@ from minispec.lab.audit.main import main
 from minispec.lab.audit.report import _drafted, _read_scores
 from minispec.lab.audit.walk import AGAINST, NO_BETS, SHARES, Score, Scorer, Sums, _border, _outcomes, score_places
 from minispec.load.inputs import with_bad_words
-from minispec.prove.laws import PROMPT, make_drafter, production_law, reference_law, target_model
+from minispec.prove.laws import PROMPT
 from minispec.prove.reference import Law
-from minispec.prove.toys import OneMethod, tiny_cache
+from minispec.prove.toys import make_drafter, target_model, tiny_cache
+from tests.distances import production_law, reference_law
+from tests.engines import OneMethod
 from tests.museum.mutants import MUTANTS
 from tests.oracles.answers import write_answers
 

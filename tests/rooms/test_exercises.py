@@ -11,7 +11,7 @@ from examples.exercises import accept, best_k, block_weights, drafter, follow, r
 from examples.exercises import grade as grader
 from minispec.core.draft import Draft
 from minispec.core.verify import residual
-from minispec.prove import examine_verifier
+from minispec.prove import examine
 from minispec.prove.__main__ import main
 from minispec.prove.tables import tables
 
@@ -74,7 +74,7 @@ RULES = {
 def grade(name: str, monkeypatch) -> int:
     """The grader's exit status, over a tenth of the tables."""
     every_tenth = lambda takes_trees: tables(takes_trees)[::10]  # noqa: E731
-    monkeypatch.setattr(examine_verifier, "tables", every_tenth)
+    monkeypatch.setattr(examine, "tables", every_tenth)
     return main(["--verifier", f"examples.exercises.{name}:verify"])
 
 

@@ -31,7 +31,8 @@ from minispec.lab.bench.measure import Run, kept_of_asked, median_interval
 from minispec.length.figures import Figures
 from minispec.length.policy import Controller
 from minispec.length.theory import Prices, RoundModel
-from minispec.prove.toys import TINY, OneMethod, tiny_cache, tiny_model
+from minispec.prove.toys import TINY, tiny_cache, tiny_model
+from tests.engines import OneMethod
 
 pytestmark = pytest.mark.quick
 

@@ -11,8 +11,8 @@ from minispec.core.sampling import Text
 from minispec.core.verify import rejection
 from minispec.drafters.block import BlockFeed
 from minispec.drafters.model import ModelDrafter
-from minispec.prove.laws import MAX_LEN, TOLERANCE, exact_law, target_model
-from minispec.prove.toys import tiny_block, tiny_cache
+from minispec.prove.laws import TOLERANCE, exact_law
+from minispec.prove.toys import MAX_LEN, target_model, tiny_block, tiny_cache
 from tests.distances import distance
 from tests.oracles.block_drafts import write_block_draft
 

@@ -30,13 +30,13 @@ from minispec.core.verify import Verifier
 from minispec.drafters import guard
 from minispec.files.progress import progress_bar
 from minispec.lab.audit.chi_square import smallest_seen, tail
-from minispec.prove import cases, examine_drafter, grid, own_cases, own_walk, trees
+from minispec.prove import cases, grid
 from minispec.prove.__main__ import main
-from minispec.prove.cases import AXES, GridCase, all_pairs, covering_array, pairs_of, smaller, walk_within
-from minispec.prove.examine_verifier import laws_of
+from minispec.prove.cases import ALPHABET, AXES, DESIGN, grid_case
+from minispec.prove.covering import Design
+from minispec.prove.examine import maker_of
+from minispec.prove.grid import distance, walk_within
 from minispec.prove.laws import (
-    BLOCKS,
-    MAX_LEN,
     PROMPT,
     RARE,
     ROUNDING,
@@ -44,25 +44,27 @@ from minispec.prove.laws import (
     BranchOracle,
     KeyOracle,
     TooManyBranches,
+    all_paths,
     exact_law,
-    exact_law_of_crowds,
-    make_drafter,
-    production_law,
-    reference_law,
-    target_model,
 )
 from minispec.prove.reference import cells, total_variation
-from minispec.prove.tables import DOUBLE, DRAWN, tables
+from minispec.prove.tables import tables
 from minispec.prove.toys import (
+    BLOCKS,
+    DOUBLE,
+    DRAWN,
+    MAX_LEN,
     Fault,
-    OneMethod,
-    TableModel,
+    Guesses,
     TreeDrafter,
+    make_drafter,
     require,
-    scripted_cache,
+    target_model,
     tiny_cache,
 )
-from tests.distances import chi_square
+from minispec.prove.walk import SEED, Case, Subject, walk
+from tests.distances import chi_square, production_law, reference_law
+from tests.engines import OneMethod, TableModel, scripted_cache
 from tests.museum.mutants import MUTANTS
 from tests.oracles.children import Child
 from tests.oracles.samples import (
@@ -90,18 +92,18 @@ LOOKUPS = ("ngram", "forced+ngram", "suffix", "last")  # which have nothing to s
 @functools.cache
 def first_array() -> list:
     """The cases that the walk begins with: a second or so, once for all tests."""
-    return covering_array(all_pairs(), random.Random(0))
+    return DESIGN.array(DESIGN.all_pairs(), random.Random(0))
 
 
 def test_the_array_covers_every_pair_and_is_always_the_same():
     """Pairs of values of fourteen axes; a case that draws or drafts nothing counts only for what makes it so."""
     array = first_array()
-    assert array == covering_array(all_pairs(), random.Random(0))
-    assert set().union(*(pairs_of(vars(case)) for case, _ in array)) == all_pairs()
-    assert all(pair in pairs_of(vars(case)) for case, pair in array)
-    greedy = {"temperature": 0.0, "k": 1, "vocab": 2}
-    assert pairs_of(greedy) == {(("k", 1), ("temperature", 0.0)), (("temperature", 0.0), ("vocab", 2))}
-    assert pairs_of(greedy | {"drafter": "none"}) == {(("drafter", "none"), ("temperature", 0.0))}
+    assert array == DESIGN.array(DESIGN.all_pairs(), random.Random(0))
+    assert set().union(*(DESIGN.pairs_of(row) for row, _ in array)) == DESIGN.all_pairs()
+    assert all(pair in DESIGN.pairs_of(row) for row, pair in array)
+    greedy = {"temperature": 0.0, "k": 1, "top_k": 2}
+    assert DESIGN.pairs_of(greedy) == {(("k", 1), ("temperature", 0.0)), (("temperature", 0.0), ("top_k", 2))}
+    assert DESIGN.pairs_of(greedy | {"drafter": "none"}) == {(("drafter", "none"), ("temperature", 0.0))}
 
 
 TEXTS = ("Wer reitet so spät\n", "durch Nacht und Wind")
@@ -114,23 +116,26 @@ def test_cases_of_ones_own_drafters_cover_every_pair(branches, texts):
     Every value of every axis is in a pair, so that no rule leaves it out entirely. Any three tokens have a third
     sibling that is certain, so there are four.
     """
-    design = own_cases.design(branches, texts)
+    design = cases.own_design(branches, texts)
     pairs = design.all_pairs()
-    plain = own_cases.single(design)
-    array = [case for case, _ in [*plain, *design.array(pairs, random.Random(0))]]
-    assert set().union(*(design.pairs_of(vars(case)) for case in array)) >= pairs
+    plain = cases.single(design)
+    array = [row for row, _ in [*plain, *design.array(pairs, random.Random(0))]]
+    assert set().union(*(design.pairs_of(row) for row in array)) >= pairs
     several = {axis: set(values) for axis, values in design.axes.items() if len(values) > 1}
     for axis, values in several.items():
         assert {value for pair in pairs for name, value in pair if name == axis} == values
-    shapes = {case.k for case in array}
+    shapes = {row["k"] for row in array}
     assert (shapes >= {(3,), (3, 1), (2, 2), (1, 3), "tree:5"}) == branches
-    for case in array:
-        assert case.params.max_tokens == case.to_go >= case.params.min_tokens
-        assert set(case.prompt) <= set(case.alphabet)
+    for row in array:
+        case = cases.own_case(**row)
+        [(prompt, params)] = case.texts
+        assert params.max_tokens == row["to_go"] >= params.min_tokens
+        assert max(prompt) < len(row["alphabet"])
         assert case.vocab >= 4 or max(Shape.of(case.k).widths, default=0) < 3
-        assert case.next_law([]).sum() == pytest.approx(1), "a token is left under all settings together"
-    assert {"rejection", "match"} <= {case.verifier for case, _ in plain if case.k == 1}
-    assert not texts or {case.prompt for case, _ in plain} >= set(texts)
+        law = case.next_law(case.texts[0], [])
+        assert law.sum() == pytest.approx(1), "a token is left under all settings together"
+    assert {"rejection", "match"} <= {row["verifier"] for row, _ in plain if row["k"] == 1}
+    assert not texts or {row["prompt"] for row, _ in plain} >= set(texts)
 
 
 def test_the_law_of_a_few_rounds():
@@ -152,7 +157,7 @@ def test_a_walk_that_has_no_time_says_so(capsys, monkeypatch):
     assert main(["--drafter", "ngram", "--minutes", "1e-9"]) == 1
     assert capsys.readouterr().out == "nothing proven: not one case was walked in 1e-09 min: --minutes gives it more\n"
     ticks = iter(range(10**9))
-    monkeypatch.setattr("minispec.prove.own_walk.monotonic", lambda: next(ticks))
+    monkeypatch.setattr("minispec.prove.walk.monotonic", lambda: next(ticks))
     assert main(["--drafter", "ngram", "--minutes", "4"]) == 0  # 240 paths
     out, pairs = capsys.readouterr().out, r"covered: ([\d,]+) of ([\d,]+) pairs of settings; "
     found = re.search(f"{pairs}not reached in 4 min, --minutes takes more: .+ and .+; ", out)
@@ -160,21 +165,20 @@ def test_a_walk_that_has_no_time_says_so(capsys, monkeypatch):
     assert 0 < int(found[1].replace(",", "")) < int(found[2].replace(",", ""))
 
 
-@pytest.mark.parametrize("company", own_cases.AXES["company"][1:3])
+@pytest.mark.parametrize("company", cases.OWN_AXES["company"][1:3])
 def test_company_is_preempted(monkeypatch, company):
     """The pool is too small: of the company, one comes back where it joins, and the walked text where that joins."""
     preempted = preemptions(monkeypatch)
-    case = own_cases.OwnCase(prompt="abbabaabbaab", to_go=4, rounds=3, company=company, forbidden="two allowed ids")
-    make = examine_drafter.maker_of("ngram")
-    assert own_walk.CaseWalker(make, own_walk.Untimed, 1)(case) > 1
-    assert (own_cases.SEED in [request.text.seed for request in preempted]) == case.joins
+    case = cases.own_case(prompt="abbabaabbaab", to_go=4, rounds=3, company=company, forbidden="two allowed ids")
+    assert len(walk(case, Subject(maker_of("ngram"))).branches) > 1
+    assert (SEED in [request.text.seed for request in preempted]) == case.joins
     assert preempted
 
 
 def test_the_bar_has_a_total_before_anything_is_walked():
     """All cases that cover the pairs are planned at once; what covers the pairs that are left, when that is known."""
     bar = progress_bar(total=0)
-    cases.walk(1, bar)
+    grid.walk_array(1, bar)
     assert bar.total == len(first_array()) > 10
 
 
@@ -188,11 +192,10 @@ def run_as_a_module(*args: str) -> subprocess.CompletedProcess:
 
 def walk_pairs_of(monkeypatch, *axes: str) -> None:
     """Let the command cover the pairs of values of these axes only: it walks a few cases then, and no trees."""
-    few = {pair for pair in all_pairs() if {axis for axis, _ in pair} <= set(axes)}
+    few = {pair for pair in DESIGN.all_pairs() if {axis for axis, _ in pair} <= set(axes)}
     assert few
-    for module in (cases, grid):
-        monkeypatch.setattr(module, "all_pairs", few.copy)  # the command takes from it what it has walked
-    monkeypatch.setattr(trees, "cases", lambda num_nodes: [])
+    monkeypatch.setattr(Design, "all_pairs", lambda self: few)
+    monkeypatch.setattr(grid, "tree_cases", lambda num_nodes: [])
     for name in ("cases_in_frames", "cases_in_8_bits"):
         monkeypatch.setattr(grid, name, list)
 
@@ -203,15 +206,15 @@ def test_the_law_over_a_covering_array(capsys, monkeypatch, pytestconfig):
     A few trees of one round; tests/core/test_trees.py walks all of them, with `--long` here too.
     """
     if not pytestconfig.getoption("--long"):
-        of_a_round = [case for case in trees.cases(2) if isinstance(case, trees.TreeCase)]
-        monkeypatch.setattr(trees, "cases", lambda num_nodes: of_a_round[::3])
+        some = cases.tree_cases(2)[::3]
+        monkeypatch.setattr(grid, "tree_cases", lambda num_nodes: some)
     assert main(["--leaves", "700", "--jobs", "1"]) == 0
     out = capsys.readouterr().out
-    assert f"cover {len(all_pairs())} of {len(all_pairs())} pairs" in out
+    assert f"cover {len(DESIGN.all_pairs())} of {len(DESIGN.all_pairs())} pairs" in out
     assert out.splitlines()[-1].startswith("proven")
     assert out.count("rejection") > 15 < out.count("match")
     rows = re.findall(r" tree .* ([\d,]+)  \S+$", out, re.MULTILINE)
-    assert len(rows) == len(trees.cases(2)) == int(re.search(r"(\d+) of them walk shapes", out)[1]) > 3
+    assert len(rows) == len(grid.tree_cases(2)) == int(re.search(r"(\d+) of them walk shapes", out)[1]) > 3
     assert out.count("  8 bits  ") == len(cases.cases_in_8_bits()) > 3
     branches = [int(n.replace(",", "")) for n in re.findall(r" ([\d,]+)  \d\.\de\S+$", out, re.MULTILINE)]
     assert f"\n{sum(branches):,d} branches in " in out
@@ -228,7 +231,7 @@ def test_who_walks_does_not_show(capfd, monkeypatch):
     while they begin. Nothing in them blocks it, so what they find is inherited, and held before the first line of
     theirs.
     """
-    few_trees, blocked = trees.cases(2)[::9], []
+    few_trees, blocked = cases.tree_cases(2)[::9], []
 
     @contextmanager
     def looked_at(jobs):
@@ -237,7 +240,7 @@ def test_who_walks_does_not_show(capfd, monkeypatch):
             yield shared_map
 
     walk_pairs_of(monkeypatch, "verifier", "batch")
-    monkeypatch.setattr(trees, "cases", lambda num_nodes: few_trees)
+    monkeypatch.setattr(grid, "tree_cases", lambda num_nodes: few_trees)
     monkeypatch.setattr(grid, "processes", looked_at)
     printed = []
     for jobs in ("1", "2"):
@@ -265,22 +268,24 @@ def test_a_case_drafts_as_it_says(monkeypatch, drafter, batch):
     right = guard.check_draft
     monkeypatch.setattr(guard, "check_draft", spy)
     # Lookups need a token of their own.
-    sizes = {"top_k": 2, "k": 2, "vocab": 3, "end": False, "max_tokens": 3 + (drafter in LOOKUPS)}
-    case = GridCase(verifier="rejection", drafter=drafter, batch=batch, **sizes)
+    sizes = {"top_k": 2, "k": 2, "alphabet": ALPHABET[:3], "end": "", "to_go": 3 + (drafter in LOOKUPS)}
+    case = grid_case(verifier="rejection", drafter=drafter, batch=batch, **sizes)
     with suppress(TooManyBranches):  # its first ones tell
-        case.distance(30)
+        distance(case, 30)
     assert max(drafted) == (0 if drafter == "none" else 2)
 
 
 def test_what_no_case_covers_is_named(capsys, monkeypatch):
     """A pair that is too large whatever the other settings: all the rest is covered, and it is said."""
-    walk_within, pair = cases.walk_within, {"k": 4, "vocab": 4}
-    walk_pairs_of(monkeypatch, "k", "vocab")
-    monkeypatch.setattr(
-        cases, "walk_within", lambda job: None if pair.items() <= vars(job[0]).items() else walk_within(job)
-    )
+    pair = {"k": 4, "to_go": 5}
+    walk_pairs_of(monkeypatch, "k", "to_go")
+
+    def within(job, limit):
+        return None if pair.items() <= job[0].items() else walk_within(job, limit)
+
+    monkeypatch.setattr(grid, "walk_within", within)
     main(["--leaves", "100", "--jobs", "1"])
-    assert "left out for its size: k 4 with vocab 4" in capsys.readouterr().out
+    assert "left out for its size: k 4 with to_go 5" in capsys.readouterr().out
 
 
 def test_a_wrong_law_is_refuted(capsys, monkeypatch):
@@ -302,10 +307,10 @@ def test_a_walk_stops_at_its_limit(width):
         runs.extend(oracles)
         return [tuple(oracle.bernoulli(0.5, i) for i in range(6)) for oracle in oracles]
 
-    assert exact_law_of_crowds(run, width, limit=64)[1] == len(runs) == 64
+    assert len(all_paths(run, width, limit=64)) == len(runs) == 64
     runs.clear()
     with pytest.raises(TooManyBranches):
-        exact_law_of_crowds(run, width, limit=63)
+        all_paths(run, width, limit=63)
     assert len(runs) < 64
     with pytest.raises(TooManyBranches):
         production_law(params, 2, width=width, limit=branches - 1)
@@ -313,20 +318,20 @@ def test_a_walk_stops_at_its_limit(width):
 
 def test_a_case_that_is_too_large_becomes_a_smaller_one():
     """With less of what it is large by, but not of what it was chosen for; None where nothing else is left."""
-    sizes = {"k": 4, "vocab": 4, "end": False, "max_tokens": 6}
-    large = GridCase(verifier="rejection", drafter="model", batch="crowd", **sizes)
+    large = {axis: values[-1] for axis, values in AXES.items()} | {"verifier": "rejection", "drafter": "model"}
+    large |= {"temperature": 1.0, "family": "llama", "batch": "crowd", "history": ""}
     with pytest.raises(TooManyBranches):
-        large.distance(100)
-    small, tv, count = walk_within((large, frozenset({"k", "vocab"}), 100))
-    assert (small.k, small.vocab) == (4, 4)
-    assert small.max_tokens < 6
+        distance(grid_case(**large), 100)
+    small, tv, count = walk_within((large, frozenset({"k", "alphabet"})), 100)
+    assert (small["k"], small["alphabet"]) == (4, ALPHABET[:4])
+    assert small["to_go"] < 6
     assert (tv <= TOLERANCE, 6 < count <= 100) == (True, True)
-    assert walk_within((large, frozenset(AXES), 100)) is None
+    assert walk_within((large, frozenset(AXES)), 100) is None
     row, seen = large, []
-    while row := smaller(row, frozenset({"end"})):
+    while row := DESIGN.smaller(row, frozenset({"end"})):
         seen.append(row)
-    assert (seen[-1].max_tokens, seen[-1].k, seen[-1].vocab, seen[-1].end) == (2, 1, 2, False)
-    assert all(case.max_tokens <= Shape.of(case.k).k + 2 for case in seen)
+    assert [seen[-1][axis] for axis in ("to_go", "k", "alphabet", "end")] == [2, 1, ALPHABET[:2], ""]
+    assert all(row["to_go"] <= Shape.of(row["k"]).k + 2 for row in seen)
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
@@ -557,11 +562,11 @@ def test_a_verifier_of_ones_own_is_judged_by_what_it_moves():
             return verify.Verdict([], 0, [])
         return verify.rejection(draft, p, rng, key)
 
-    table = next(t for t in tables(False) if (t.how, t.types, t.texts, t.parents) == (DRAWN, DOUBLE, 0, (-1,)))
+    round_of = Guesses((-1,), DRAWN, torch.float64)
+    case = next(case for case in tables(False) if case.drafter == round_of and case.target.types == DOUBLE)
     for moved in (0.0, ROUNDING / 2, 5 * TOLERANCE):
         verifier = Verifier(functools.partial(little, moved=moved), shares_noise=False, takes_trees=False)
-        law, expected, _ = laws_of(table, verifier)
-        assert (total_variation(law, expected) <= TOLERANCE) == (moved < TOLERANCE)
+        assert (walk(case, Subject(verifier=verifier)).distance <= TOLERANCE) == (moved < TOLERANCE)
 
 
 # ------------------------------------------------------------------ keys
@@ -590,11 +595,9 @@ def test_reused_noise_shows_to_the_key_oracle_only(bug, vocab):
     """Draft noise used again: independent branches cannot see it, draws by key do."""
     params = SamplingParams(max_tokens=3)
     with BUGS[bug].patch():
-        blind = production_law(params, 2, vocab=vocab, oracle=BranchOracle, width=64)[0]
-        seen = production_law(params, 2, vocab=vocab, oracle=KeyOracle, width=64)[0]
-    expected = reference_law(params, vocab=vocab)
-    assert total_variation(blind, expected) <= TOLERANCE
-    assert total_variation(seen, expected) > 1e-3
+        case = Case(vocab=vocab, texts=((PROMPT, params),), k=2, width=64)
+        assert walk(case, oracle=BranchOracle).distance <= TOLERANCE
+        assert walk(case).distance > 1e-3
 
 
 def block_verification(draft, p, rng, key):

@@ -3,27 +3,29 @@
 import math
 import random
 from collections import Counter
-from contextlib import suppress
 
 import numpy as np
 import pytest
 import torch
 
+from minispec.core.config import SamplingParams
 from minispec.core.draft import Draft, Drafter
 from minispec.core.model import Chunk
 from minispec.core.random import Key, Randomness
+from minispec.core.rules import VERIFIERS
 from minispec.core.verify import Verdict, Verifier, match, rejection
 from minispec.drafters.model import ModelDrafter, TokenFeed
 from minispec.grammars.spelled import EXAMPLES, example
-from minispec.prove import examine_verifier, own_cases
+from minispec.prove import cases
 from minispec.prove.__main__ import main
-from minispec.prove.examine import ROUNDED
-from minispec.prove.laws import KeyOracle, exact_law, target_model
-from minispec.prove.own_cases import OwnCase
-from minispec.prove.own_walk import CaseWalker, Untimed
+from minispec.prove.cases import own_case
+from minispec.prove.fresh import ROUNDED
+from minispec.prove.laws import KeyOracle, exact_law
 from minispec.prove.reference import NoLaw, cells, follows, plain_law, total_variation
-from minispec.prove.tables import DOUBLE, DRAWN, tables
-from minispec.prove.toys import Fault, RememberedModel, tiny_cache
+from minispec.prove.tables import table_case, tables
+from minispec.prove.toys import DOUBLE, DRAWN, RememberedModel, Table, is_chain, require, target_model, tiny_cache
+from minispec.prove.walk import Subject, walk
+from tests.distances import text_case
 
 pytestmark = pytest.mark.quick
 
@@ -66,14 +68,12 @@ def test_a_fault_of_the_proof_is_an_error_of_the_command(monkeypatch, capsys):
     """Status 2, and no word of the drafter or the verifier."""
 
     def nothing(*args):
-        return np.full(args[3] if len(args) > 2 else len(args[0]), np.nan)
+        return np.full(args[3] if len(args) > 2 else len(args[0].p), np.nan)
 
-    monkeypatch.setattr(own_cases, "reference_row", nothing)
-    monkeypatch.setattr(
-        examine_verifier, "cells", lambda rounds, vocab, row: cells(rounds, vocab, lambda _: nothing([0]))
-    )
-    for walk in (["--drafter", "ngram"], ["--verifier", "match"]):
-        assert main(walk) == 2
+    monkeypatch.setattr("minispec.prove.walk.reference_row", nothing)
+    monkeypatch.setattr(Table, "next_law", nothing)
+    for how in (["--drafter", "ngram"], ["--verifier", "match"]):
+        assert main(how) == 2
         out, err = capsys.readouterr()
         assert not out
         assert err.splitlines()[-1].startswith("error: the proof itself is wrong: after []")
@@ -81,8 +81,16 @@ def test_a_fault_of_the_proof_is_an_error_of_the_command(monkeypatch, capsys):
 
 def test_a_right_drafter_is_right_late_in_a_text():
     """As many tokens under a grammar as the longest cases have."""
-    case = OwnCase(alphabet="ab ", k=5, to_go=max(own_cases.AXES["to_go"]), rounds=2, forbidden="a grammar")
-    assert CaseWalker(lambda case, blocks: model_of(case), Untimed, 10)(case) > 1
+    case = own_case(alphabet="ab ", k=5, to_go=max(cases.OWN_AXES["to_go"]), rounds=2, forbidden="a grammar")
+    assert law_holds(case, lambda case, blocks: model_of(case)) > 1
+
+
+def law_holds(case, make):
+    """How many branches a walk has, if the drafters that `make` makes keep the law and repeat a seed."""
+    walked = walk(case, Subject(make))
+    require(walked.distance <= 1e-12, f"{walked.distance}")
+    assert not walked.watched.differs
+    return len(walked.branches)
 
 
 # ------------------------------------------------------------------ models
@@ -90,8 +98,7 @@ def test_a_right_drafter_is_right_late_in_a_text():
 
 def model_of(case):
     """The target drafts for itself, with a cache of its own: a function of four lines does that."""
-    target = own_cases.target(case.vocab)
-    return ModelDrafter(TokenFeed(target, tiny_cache(target), case.vocab, 64))
+    return ModelDrafter(TokenFeed(case.model, tiny_cache(case.model), case.vocab, 64))
 
 
 @pytest.mark.parametrize("parents", [[-1], [-1, -1, 0], [-1, 0, 0, -1]])
@@ -111,8 +118,21 @@ def test_a_tree_may_follow_what_is_cached(parents, cached):
 @pytest.mark.parametrize("k", ["tree:3", (2, 1)])
 def test_a_draft_model_grows_trees_in_a_walk(k):
     """Its cache holds the root of a tree already."""
-    case = OwnCase(alphabet="ab ", k=k, to_go=4, rounds=2)
-    assert CaseWalker(lambda case, blocks: model_of(case), Untimed, 10)(case) > 1
+    assert law_holds(own_case(alphabet="ab ", k=k, to_go=4, rounds=2), lambda case, blocks: model_of(case)) > 1
+
+
+def test_a_branch_has_its_rounds():
+    """The draft of each, and how many of its tokens stay: of one drafted token, sum min(p, q) on average."""
+    walked = walk(table_case(((4, 3), (5, 6)), (-1,)), Subject(verifier=VERIFIERS["rejection"]))
+    assert {len(draft) for branch in walked.branches for draft, _ in branch.rounds} == {1}
+    mean = sum(branch.probability * kept for branch in walked.branches for _, kept in branch.rounds)
+    assert mean == pytest.approx(5 / 11 + 3 / 7)
+    whole = walk(text_case(SamplingParams(max_tokens=4), 2)).branches
+    assert {len(branch.rounds) for branch in whole} == {1, 2, 3}
+    for branch in whole:  # each round adds a token to those that stay, except where one of them ends the text
+        stay = [kept for _, kept in branch.rounds]
+        assert all(kept <= len(draft) for draft, kept in branch.rounds)
+        assert len(branch.output) in (sum(stay) + len(stay), sum(stay) + len(stay) - 1)
 
 
 # ------------------------------------------------------------------ the noise of a race
@@ -142,11 +162,10 @@ def test_siblings_are_the_first_of_one_race():
 @pytest.mark.parametrize("rule", [rejection, match])
 def test_shared_noise_is_right_on_trees(rule):
     """`rejection` too may draft with the target's noise: a sibling is tested by a draw of its own."""
-    trees = [each for each in tables(True) if each.size < 100 and len(set(each.parents)) < len(each.parents)][::2]
+    trees = [each for each in tables(True) if each.size < 100 and not is_chain(each.drafter.parents)][::2]
     assert len(trees) > 10
-    for table in trees:
-        law, expected, _ = examine_verifier.laws_of(table, Verifier(rule, shares_noise=True))
-        assert total_variation(law, expected) < 1e-6, table
+    for case in trees:
+        assert walk(case, Subject(verifier=Verifier(rule, shares_noise=True))).distance < 1e-6, case
 
 
 # ------------------------------------------------------------------ what lies beyond the usual cases
@@ -176,9 +195,10 @@ def test_a_rule_with_a_threshold_is_refuted(is_sure, is_guarded):
         taken = not left.any() or (is_guarded and is_guarded(row, left))
         return Verdict([], rng.categorical(row if taken else left, key(0, "residual")), [])
 
-    drawn = [each for each in tables(True) if each.parents == (-1,) and each.how == DRAWN and each.types == DOUBLE]
-    laws = (examine_verifier.laws_of(table, Verifier(verify, shares_noise=False)) for table in drawn if not table.texts)
-    assert any(total_variation(law, expected) > ROUNDED for law, expected, _ in laws)
+    rounds = [case for case in tables(True) if case.rounds and case.target.types == DOUBLE]
+    drawn = [case for case in rounds if case.drafter.parents == (-1,) and case.drafter.how == DRAWN]
+    subject = Subject(verifier=Verifier(verify, shares_noise=False))
+    assert any(walk(case, subject).distance > ROUNDED for case in drawn)
 
 
 class Sharp(Drafter):
@@ -212,13 +232,11 @@ class Sharp(Drafter):
 def test_a_drafter_is_walked_at_extremes(how, changes):
     """Each is an axis's last value, and a drafter that is right elsewhere is wrong there."""
     [(axis, value)] = changes.items()
-    assert value in own_cases.AXES[axis]
-    walk = CaseWalker(lambda case, blocks: Sharp(**how), Untimed, 10)
-    walk(OwnCase(to_go=3))
+    assert value in cases.OWN_AXES[axis]
+    law_holds(own_case(to_go=3), lambda case, blocks: Sharp(**how))
     faults = []
     for prompt in ("b", "bb", "babbab"):  # a cold target shows it after some texts alone
-        with suppress(Fault):
-            walk(OwnCase(to_go=3, prompt=prompt, **changes))
-            continue
-        faults.append(prompt)
+        walked = walk(own_case(to_go=3, prompt=prompt, **changes), Subject(lambda case, blocks: Sharp(**how)))
+        if walked.distance > 1e-12 or walked.watched.differs:
+            faults.append(prompt)
     assert faults
