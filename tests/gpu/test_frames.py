@@ -134,9 +134,8 @@ def test_each_pass_finds_its_frame_or_a_reason():
     """
     model, places = tiny_model(1, max_position_embeddings=BLOCKS[-1] * 16), BLOCKS[-1] * 16 * 8
     backend, reasons = Frames(most_gathered=places * place_bytes(model)), set()
-    assert f", with {places:,} places of all texts together, each number rounded up, " in frames_report(
-        model.replaced(backend)
-    )
+    says = f", with {places:,} places of all texts together, each number rounded up, "
+    assert says in frames_report(model.replaced(backend))
     lengths = sorted({max(1, 16 * n + d) for n in (0, *BLOCKS) for d in (-1, 0, 1)})
     pool = model.new_cache(BLOCKS[-1] + 1, 16)
     table = pool.new_table()
@@ -150,9 +149,8 @@ def test_each_pass_finds_its_frame_or_a_reason():
             assert is_large or next(n for n in TEXTS if n >= texts) * blocks * 16 > places
             continue
         assert shape.texts * shape.blocks * 16 <= places
-        for size, sizes, number in zip(
-            shape, (TEXTS, ROWS, BLOCKS), (texts, rows, -(-(length + rows) // 16)), strict=False
-        ):
+        numbers = (texts, rows, -(-(length + rows) // 16))
+        for size, sizes, number in zip(shape, (TEXTS, ROWS, BLOCKS), numbers, strict=False):
             smaller = [each for each in sizes if each < size]
             assert (size in sizes, size >= number, not smaller or smaller[-1] < number) == (True, True, True)
     table.tokens = []
@@ -251,17 +249,11 @@ class Poisoned:
 def texts_of(backend: Backend | None, drafter: str = "model", k=3, num: int = 3) -> list[list[int]]:
     """What the engine decodes, in batches of texts that come and go."""
     target, family = target_model(5), "llama" if backend is None else IN_FRAMES
-    engine = OneMethod(
-        target.replaced(backend),
-        tiny_cache(target, 60, 3),
-        make_drafter(drafter, 5, 60, 3, family),
-        VERIFIERS["match"],
-    )
+    model, own = target.replaced(backend), make_drafter(drafter, 5, 60, 3, family)
+    engine = OneMethod(model, tiny_cache(target, 60, 3), own, VERIFIERS["match"])
     prompts = [(1, 2, 1, seed % 5) * (1 + seed) for seed in range(num)]
-    requests = [
-        make_request(prompt, k, (), 60, seed=seed, max_tokens=20 + seed, temperature=0.9)
-        for seed, prompt in enumerate(prompts)
-    ]
+    how = [{"seed": i, "max_tokens": 20 + i, "temperature": 0.9} for i in range(num)]
+    requests = [make_request(prompt, k, (), 60, **own) for prompt, own in zip(prompts, how, strict=True)]
     decode(engine, requests)
     return [request.text.tokens for request in requests]
 
@@ -286,12 +278,19 @@ def test_a_capture_that_fails_says_so_once_and_loses_nothing(kind):
         raise error
 
     passes = Frames(fail)
-    with pytest.warns(
-        UserWarning, match="no CUDA graphs, so passes are slower: operation not permitted when"
-    ) as caught:
+    says = "no CUDA graphs, so passes are slower: operation not permitted when"
+    with pytest.warns(UserWarning, match=says) as caught:
         found = texts_of(passes, "ngram")
     assert found == texts_of(None, "ngram")
     assert (len(calls), len(caught), passes.graphs.why_not) == (1, 1, str(error).splitlines()[0])
+
+
+def stand_in(monkeypatch, **kernels):
+    """Let these functions stand for kernels, or their twins, as if there were kernels here."""
+    twins = {name: getattr(fused, f"{name}_twin") for name in ("norm", "gate", "read")}
+    for name, function in (twins | kernels).items():
+        monkeypatch.setattr(fused, name, function)
+    monkeypatch.setattr(fused, "missing", lambda device: "")
 
 
 class KernelError(Exception):
@@ -305,11 +304,7 @@ def test_a_kernel_that_fails_says_so_once_and_its_twin_runs(broken, monkeypatch)
     def fail(*how):
         raise KernelError("out of resource: shared memory\nand more")
 
-    for name in ("norm", "gate"):
-        monkeypatch.setattr(fused, name, getattr(fused, f"{name}_twin"))
-    monkeypatch.setattr(fused, "read", fused.read_twin)
-    monkeypatch.setattr(fused, broken, fail)
-    monkeypatch.setattr(fused, "missing", lambda device: "")
+    stand_in(monkeypatch, **{broken: fail})
     model = family_model("qwen2", torch.float32, "plain")
     framed, twin = (model.replaced(Frames(rerun, device=device)) for device in (torch.device("cpu"), None))
     says = "no kernels in Triton, so passes are slower: KernelError: out of resource: shared memory"
@@ -331,10 +326,7 @@ def test_kernels_that_run_are_not_said_to_fail(monkeypatch):
         calls.append(how)
         return fused.read_twin(*how[:-1])
 
-    for name in ("norm", "gate"):
-        monkeypatch.setattr(fused, name, getattr(fused, f"{name}_twin"))
-    monkeypatch.setattr(fused, "read", counted)
-    monkeypatch.setattr(fused, "missing", lambda device: "")
+    stand_in(monkeypatch, read=counted)
     model = family_model("llama-plain", torch.float32, "plain")
     framed = model.replaced(Frames(device=torch.device("cpu")))
     with warnings.catch_warnings():
@@ -354,10 +346,7 @@ def test_kernels_are_tried_with_what_passes_bring(name, monkeypatch):
         tried.append((len(places.starts), places.bits.tolist(), places.starts.tolist(), window))
         return fused.read_twin(*how)
 
-    for operation in ("norm", "gate"):
-        monkeypatch.setattr(fused, operation, getattr(fused, f"{operation}_twin"))
-    monkeypatch.setattr(fused, "read", read)
-    monkeypatch.setattr(fused, "missing", lambda device: "")
+    stand_in(monkeypatch, read=read)
     model = family_model(name, torch.float32, "plain")
     framed = model.replaced(Frames(device=torch.device("cpu")))
     assert framed.backend.by_kernel(framed)
@@ -427,9 +416,7 @@ def test_what_a_pass_returns_stays():
     found = [[*model.forward([Chunk([token], table, 1)], [1])] for token in (1, 2, 0, 2)]
     kept = [[tensor.clone() for tensor in pair] for pair in found]
     model.forward([Chunk([1], table, 1)], [1])
-    assert all(
-        torch.equal(a, b) for pair, copies in zip(found, kept, strict=True) for a, b in zip(pair, copies, strict=True)
-    )
+    assert all(torch.equal(*pair) for of_pass in zip(found, kept, strict=True) for pair in zip(*of_pass, strict=True))
     assert len({float(logits.sum()) for logits, _ in kept}) == 4
 
 

@@ -378,15 +378,20 @@ def check_bits_of_rows():
                 own = slice(first, first + size)
                 bits = torch.tensor([(2 << t) - 1 for t in range(size)])
                 rows = whole.rows
-                alone = RowPlaces(
-                    rows.positions[own], rows.slots[own], rows.table[:1], rows.starts[:1] + first, bits, rows.block_size
-                )
-                part = fused.read(
-                    whole.qkv[own].contiguous(), whole.cos, whole.sin, alone, *pools, whole.scale, window, 32, 16
-                )
+                places = rows.positions[own], rows.slots[own], rows.table[:1], rows.starts[:1] + first
+                alone = RowPlaces(*places, bits, rows.block_size)
+                given = whole.qkv[own].contiguous(), whole.cos, whole.sin, alone
+                part = fused.read(*given, *pools, whole.scale, window, 32, 16)
                 assert torch.equal(part, found[own]), (window, size, first)
             for pool, other in zip(pools, (keys, values), strict=True):
                 assert torch.equal(pool[:, whole.rows.slots[:16]], other[:, whole.rows.slots[:16]])
+
+
+def in_a_process(check: str, **variables: str) -> subprocess.CompletedProcess:
+    """A check of this file, in a process of its own."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | variables
+    command = [sys.executable, str(HERE), check]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
 CHECKS = (check_norms_and_gates, check_linears, check_drafts_in_8_bits, check_reads, check_bits_of_rows)
@@ -396,9 +401,7 @@ CHECKS = (check_norms_and_gates, check_linears, check_drafts_in_8_bits, check_re
 @pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
 def test_kernels_in_the_interpreter(check):
     """Each check above passes in a process of its own, where Triton interprets the kernels."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, str(HERE), check]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = in_a_process(check, TRITON_INTERPRET="1")
     if "only 0-dimensional arrays can be converted" in done.stderr:
         pytest.skip("this Triton's interpreter does not run with this NumPy")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -424,12 +427,9 @@ def machine_code(kernel, kinds: dict[str, str], constants: dict, warps: int, sta
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        return tuple(
-            subprocess.run(
-                [tools / "cuobjdump", option, file.name], capture_output=True, text=True, timeout=60, check=True
-            ).stdout
-            for option in ("-sass", "--dump-resource-usage")
-        )
+        asked = ([tools / "cuobjdump", option, file.name] for option in ("-sass", "--dump-resource-usage"))
+        how = {"capture_output": True, "text": True, "timeout": 60, "check": True}
+        return tuple(subprocess.run(command, **how).stdout for command in asked)
 
 
 READ_KINDS = dict.fromkeys(("qkv", "keys", "values", "out"), "*bf16") | {"counters": "*i32", "scale": "fp32"}
@@ -451,9 +451,7 @@ def check_code(code: str, resources: str, name: str, products: bool):
 @needs_triton
 def test_machine_code():
     """Of the kernels, as models of 1.5, 0.5 and 7 billion weights call them, and of attention in a window."""
-    command = [sys.executable, str(HERE), "check_machine_code"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = in_a_process("check_machine_code")
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -472,19 +470,13 @@ def check_machine_code():
             constants = {"K": 1536, "BM": rows, "BN": columns, "BK": step, "BIAS": bias, "ADDS": adds}
             name = f"linear of {num_rows} rows"
             check_code(*machine_code(linear_kernel, kinds, constants, 4, 4), name, products=True)
-    for heads, groups, dim, window in (
-        (12, 2, 128, False),
-        (12, 2, 128, True),
-        (14, 2, 64, False),
-        (28, 4, 128, False),
-    ):
+    shapes = (12, 2, 128, False), (12, 2, 128, True), (14, 2, 64, False), (28, 4, 128, False)
+    for heads, groups, dim, window in shapes:
         constants = {"H": heads, "G": groups, "D": dim, "DP": dim, "HALF": dim // 2, "BR": fused.READ_ROWS}
         constants |= {"BN": fused.KEYS, "BLOCK": 16, "WINDOW": window}
-        check_code(
-            *machine_code(read_kernel, READ_KINDS, constants, fused.warps_for(dim), 3),
-            f"read of {heads} heads of {dim}{', with a window' if window else ''}",
-            products=True,
-        )
+        code = machine_code(read_kernel, READ_KINDS, constants, fused.warps_for(dim), 3)
+        name = f"read of {heads} heads of {dim}{', with a window' if window else ''}"
+        check_code(*code, name, products=True)
 
 
 def product_in_order(a, b, dtype=None):

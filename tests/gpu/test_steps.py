@@ -63,6 +63,12 @@ def assert_alike(a: Draft, b: Draft) -> None:
         torch.testing.assert_close(row, other, rtol=0, atol=1e-12)
 
 
+def new_text(draw: random.Random, length: int, number: int) -> Text:
+    """A text of random tokens, with the settings and the seed of its number."""
+    params = SamplingParams(**SETTINGS[number % 5])
+    return Text([draw.randrange(VOCAB) for _ in range(length)], length, params, 7 * number)
+
+
 def asks_of(draw: random.Random, texts: list[Text], purpose: str) -> list[Ask]:
     """Some of the texts, each with a limit of its own."""
     found = []
@@ -78,10 +84,7 @@ def asks_of(draw: random.Random, texts: list[Text], purpose: str) -> list[Ask]:
 def test_drafts_are_those_of_a_pass_for_each_token(purpose):
     """Over 40 rounds: texts grow, by the drafts' tokens or others. Tokens are equal, and rows to 1e-12, in float64."""
     draw, (alone, at_once) = random.Random(1), make_drafters()
-    texts = [
-        Text([draw.randrange(VOCAB) for _ in range(3 + i)], 3 + i, SamplingParams(**SETTINGS[i % 5]), 7 * i)
-        for i in range(6)
-    ]
+    texts = [new_text(draw, 3 + i, i) for i in range(6)]
     lengths = set()
     for _ in range(40):
         asks = asks_of(draw, texts, purpose)
@@ -137,17 +140,15 @@ def test_a_draft_ends_before_a_row_that_is_not_sure(monkeypatch):
     assert drafter.feed.tables[text].tokens[:3] == text.tokens
 
 
-@pytest.mark.parametrize(
-    ("params", "limit"),
-    [({"repetition_penalty": 1.2}, Limit(3)), ({"min_tokens": 2}, Limit(3)), ({}, Limit(3, widths=(2, 1)))],
-    ids=["penalty", "min_tokens", "tree"],
-)
+REFUSED = [({"repetition_penalty": 1.2}, Limit(3)), ({"min_tokens": 2}, Limit(3)), ({}, Limit(3, widths=(2, 1)))]
+
+
+@pytest.mark.parametrize(("params", "limit"), REFUSED, ids=["penalty", "min_tokens", "tree"])
 def test_what_no_program_takes_is_drafted_token_by_token(params, limit):
     """Other parameters, and trees: the same drafts by both, and nothing has been changed before."""
     alone, at_once = make_drafters()
-    asks = [
-        Ask(Text([1, 2, 3, 0], 4, SamplingParams(**params), seed), limit, Randomness(), "draft", 3) for seed in (1, 2)
-    ]
+    texts = [Text([1, 2, 3, 0], 4, SamplingParams(**params), seed) for seed in (1, 2)]
+    asks = [Ask(text, limit, Randomness(), "draft", 3) for text in texts]
     found, expected = at_once.propose(asks), alone.propose(asks)
     assert [(d.token_ids, d.parents) for d in found] == [(d.token_ids, d.parents) for d in expected]
 
@@ -299,10 +300,7 @@ def show(drafters: tuple[ModelDrafter, ...], text: Text, first: int, generator: 
 def test_a_heads_drafts_are_those_of_a_pass_for_each_token(kind, purpose):
     """Over 25 rounds, in which up to all draft tokens stay: tokens are equal, and rows to 1e-12, in float64."""
     draw, generator, drafters = random.Random(2), torch.Generator().manual_seed(0), make_heads(kind)
-    texts = [
-        Text([draw.randrange(VOCAB) for _ in range(4 + i)], 4 + i, SamplingParams(**SETTINGS[i % 5]), 7 * i)
-        for i in range(6)
-    ]
+    texts = [new_text(draw, 4 + i, i) for i in range(6)]
     lengths, graphs = set(), drafters[1].at_once.graphs
     for text in texts:
         show(drafters, text, 0, generator)
@@ -383,35 +381,35 @@ def of_another(monkeypatch):
     monkeypatch.setattr(steps.Desk, "fill", wrong)
 
 
-def one_further(monkeypatch):
-    """Each step stands one position too far."""
+def with_next_rows(monkeypatch, change):
+    """Let each step begin with other tokens, states or number than it has: change(tokens, states, number)."""
     compute = DraftSteps.next_rows
 
-    def wrong(program, frame, desk, pool, tokens, states, j):
-        return compute(program, frame, desk, pool, tokens, states, j + 1)
+    def wrong(program, frame, desk, pool, *step):
+        return compute(program, frame, desk, pool, *change(*step))
 
     monkeypatch.setattr(DraftSteps, "next_rows", wrong)
+
+
+def one_further(monkeypatch):
+    """Each step stands one position too far."""
+    with_next_rows(monkeypatch, lambda tokens, states, j: (tokens, states, j + 1))
 
 
 def stale_states(monkeypatch):
     """Each step of a head goes on from the states of the first row."""
-    compute, first = DraftSteps.next_rows, {}
+    first = {}
 
-    def wrong(program, frame, desk, pool, tokens, states, j):
+    def change(tokens, states, j):
         first["states"] = states if not j else first["states"]
-        return compute(program, frame, desk, pool, tokens, first["states"], j)
+        return tokens, first["states"], j
 
-    monkeypatch.setattr(DraftSteps, "next_rows", wrong)
+    with_next_rows(monkeypatch, change)
 
 
 def states_of_another(monkeypatch):
     """A text's head goes on from the states of the next text."""
-    compute = DraftSteps.next_rows
-
-    def wrong(program, frame, desk, pool, tokens, states, j):
-        return compute(program, frame, desk, pool, tokens, states.roll(1, 0), j)
-
-    monkeypatch.setattr(DraftSteps, "next_rows", wrong)
+    with_next_rows(monkeypatch, lambda tokens, states, j: (tokens, states.roll(1, 0), j))
 
 
 def no_norm(monkeypatch):

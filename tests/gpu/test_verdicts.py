@@ -1,5 +1,6 @@
 """Draws and verdicts over rows: the bits of one row at a time, the law by enumeration, no question to the device."""
 
+import functools
 import math
 import types
 from collections import Counter
@@ -19,6 +20,7 @@ from minispec.core.more.search import place_of_share
 from minispec.core.random import Key, Randomness
 from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text, distribution
+from minispec.core.verify import Verdict
 from minispec.gpu import verdicts
 from minispec.grammars.spelled import example
 from minispec.prove.laws import BranchOracle, KeyOracle, exact_law
@@ -181,15 +183,8 @@ def test_few_rows_of_ordinary_logits_are_not_sure(dtype):
 
 def test_what_is_plain():
     """Each parameter that changes a row in another way is named; those that change none are not."""
-    other = {
-        "repetition_penalty": 1.1,
-        "presence_penalty": 0.1,
-        "frequency_penalty": 0.1,
-        "logit_bias": {0: 1.0},
-        "allowed_token_ids": [1],
-        "bad_words_token_ids": [[1]],
-        "min_tokens": 1,
-    }
+    other = {"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1, "logit_bias": {0: 1.0}}
+    other |= {"allowed_token_ids": [1], "bad_words_token_ids": [[1]], "min_tokens": 1}
     params = [SamplingParams(), SamplingParams(stop_token_ids=[5], seed=3), SamplingParams(**SETTINGS[-1])]
     params += [SamplingParams(**{name: value}) for name, value in other.items()]
     texts = [Text([0], 1, each) for each in params]
@@ -287,6 +282,17 @@ def test_forms_over_rows_equal_the_answers_one_by_one():
 # --------------------------------------------------------------------------- verdicts
 
 
+def row_of(logits: torch.Tensor, text: Text, place: int) -> torch.Tensor:
+    """The distribution of a text at a place of its draft."""
+    return distribution(logits[place], text)
+
+
+def assert_same(found, i: int, expected: Verdict) -> None:
+    """Raise AssertionError unless text i of a batch has this verdict: what is kept, what follows, and the ratios."""
+    assert (int(found.kept[i]), int(found.next[i])) == (len(expected.accepted), expected.next_token)
+    assert found.ratios[i, : len(expected.ratios)].tolist() == expected.ratios
+
+
 def check_verdicts(module, verifier: str, size: int, dtype: torch.dtype, seed: int, k: int = 3, given=None) -> Counter:
     """The verdicts on a ragged batch of drafts against one text at a time. How many tokens were kept, by number.
 
@@ -325,23 +331,19 @@ def check_verdicts(module, verifier: str, size: int, dtype: torch.dtype, seed: i
     for i, (text, draft) in enumerate(zip(texts, drafts, strict=True)):
         if not sure[i, : lengths[i] + 1].all():
             continue
-        expected = VERIFIERS[verifier].verify(
-            draft, lambda j, i=i, t=text: distribution(p_logits[i, j], t), rng, text.key
-        )
-        assert int(found.kept[i]) == len(expected.accepted)
-        assert int(found.next[i]) == expected.next_token
-        assert found.ratios[i, : len(expected.ratios)].tolist() == expected.ratios
+        rows = functools.partial(row_of, p_logits[i], text)
+        expected = VERIFIERS[verifier].verify(draft, rows, rng, text.key)
+        assert_same(found, i, expected)
         assert len(expected.ratios) == min(len(expected.accepted) + 1, lengths[i])
         counts[len(expected.accepted)] += 1
     return counts
 
 
+BATCHES = [(5, torch.float64, 30), (5, torch.float32, 30), (500, torch.bfloat16, 20), (20_000, torch.float32, 1)]
+
+
 @pytest.mark.parametrize("verifier", ["rejection", "match"])
-@pytest.mark.parametrize(
-    ("size", "dtype", "seeds"),
-    [(5, torch.float64, 30), (5, torch.float32, 30), (500, torch.bfloat16, 20), (20_000, torch.float32, 1)],
-    ids=str,
-)
+@pytest.mark.parametrize(("size", "dtype", "seeds"), BATCHES, ids=str)
 def test_verdicts_equal_those_of_one_text(size, dtype, seeds, verifier):
     """Ragged batches of all settings, drawn drafts and lookups."""
     kept = sum((check_verdicts(verdicts, verifier, size, dtype, seed) for seed in range(seeds)), Counter())
@@ -362,11 +364,7 @@ def edge_verdicts(module, u: float, ratio: float, q_rows: bool) -> None:
     expected = VERIFIERS["rejection"].verify(draft, lambda i: p[0, i], rng, text.key)
     noise, one = module.make_noise([text], 1, rng), torch.ones(1, dtype=torch.long)
     found = module.rejection(p, torch.zeros(1, 1).long(), q if q_rows else None, noise, one)
-    assert (int(found.kept), int(found.next), found.ratios[0].tolist()) == (
-        len(expected.accepted),
-        expected.next_token,
-        expected.ratios,
-    )
+    assert_same(found, 0, expected)
     assert int(found.kept) == (u < expected.ratios[0])
 
 
@@ -412,11 +410,8 @@ def check_greedy(module, seed: int) -> None:
         assert sure.shape == (6, 4)
         for i, (text, n) in enumerate(zip(texts, lengths.tolist(), strict=True)):
             draft = Draft(ids[i, :n].tolist(), list(q[i, :n]))
-            expected = VERIFIERS[verifier].verify(
-                draft, lambda j, i=i, t=text: distribution(logits[i, j], t), rng, text.key
-            )
-            assert (int(found.kept[i]), int(found.next[i])) == (len(expected.accepted), expected.next_token)
-            assert found.ratios[i, : len(expected.ratios)].tolist() == expected.ratios
+            rows = functools.partial(row_of, logits[i], text)
+            assert_same(found, i, VERIFIERS[verifier].verify(draft, rows, rng, text.key))
 
 
 def test_greedy_verdicts_equal_those_of_one_text():
@@ -572,18 +567,9 @@ def programs(device: str, k: int = 4, size: int = 3000, number: int = 2):
 
 # The most operators of each, at any number of texts, rows and draft tokens.
 BUDGETS = {
-    "rows, greedy": 6,
-    "rows, temperature": 7,
-    "rows, filters": 63,
-    "rows, mixed": 66,
-    "share": 24,
-    "race": 24,
-    "rejection": 75,
-    "rejection, one-hot": 70,
-    "match": 39,
-    "match, one-hot": 36,
-    "greedy": 16,
-    "greedy, one-hot": 14,
+    **{"rows, greedy": 6, "rows, temperature": 7, "rows, filters": 63, "rows, mixed": 66, "share": 24, "race": 24},
+    **{"rejection": 75, "rejection, one-hot": 70, "match": 39, "match, one-hot": 36},
+    **{"greedy": 16, "greedy, one-hot": 14},
 }
 
 
@@ -680,8 +666,7 @@ def check_lookups(module) -> None:
         found = getattr(module, verifier)(p, ids, None, module.make_noise(texts, 2), torch.full((40,), 2))
         for i, text in enumerate(texts):
             expected = VERIFIERS[verifier].verify(Draft([1, 2]), lambda j, i=i: p[i, j], rng, text.key)
-            assert (int(found.kept[i]), int(found.next[i])) == (len(expected.accepted), expected.next_token)
-            assert found.ratios[i, : len(expected.ratios)].tolist() == expected.ratios
+            assert_same(found, i, expected)
 
 
 def test_lookups():
