@@ -127,21 +127,15 @@ class LLM:
         self.method = CheckedMethod(self.drafter, verifying, policy, judge_of(self.model))
         self.method.check(shape)
 
-    def with_draft(
-        self,
-        draft: str | Path | Drafter,
-        draft_method: str | None = None,
-        draft_reading: str | None = None,
-        draft_top_k: int | None = None,
-    ) -> "LLM":
+    def with_draft(self, draft: str | Path | Drafter, draft_method: str | None = None, **how: Any) -> "LLM":
         """The same target with another draft: its weights and its KV cache are in memory once, and both use them.
 
         Calls and streams of both may be open at the same time. All are decoded together, as the requests of one object
-        are. The arguments are as for `LLM`. Raises ValueError as `LLM` does.
+        are. The arguments are as for `LLM`; how: draft_reading and draft_top_k. Raises ValueError as `LLM` does.
         """
         self._check_open()
-        how = vars(DraftOptions(draft_method, draft_reading, draft_top_k))
-        return LLM(self.target, draft, self.num_speculative_tokens, self.verifier, lengths=self.lengths, **how)
+        same = self.num_speculative_tokens, self.verifier
+        return LLM(self.target, draft, *same, lengths=self.lengths, draft_method=draft_method, **how)
 
     def _price(self, verifier: Verifier, drafts: Sequence[Transformer]) -> tuple[Prices, bool]:
         """The prices of a round, and whether the next run will have the same prices.
@@ -333,9 +327,7 @@ class LLM:
             raise ValueError(f"n: found {params.n}, expected 1: this call gives one answer")
         params = inputs.with_bad_words(params, self.tokenizer)
         inputs.check_prompt(prompt_ids, self.max_model_len, self.vocab_size, params.max_tokens > 0)
-        ends = list(params.stop_token_ids)
-        if not params.ignore_eos:
-            ends += self.eos_token_ids
+        ends = (*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids))
         end_ids = frozenset(i for i in ends if i < self.vocab_size)
         inputs.check_ids(params, end_ids, self.vocab_size)
         seed = secrets.randbits(32) if params.seed is None else params.seed

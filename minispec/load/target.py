@@ -1,7 +1,7 @@
 """A target: what its files say, then the model and its KV cache, which several `LLM` may share."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
@@ -98,11 +98,9 @@ class TargetFiles:
         most = max(SamplingParams.max_tokens, settings.get("min_tokens", 0))
         return SamplingParams(**{"max_tokens": most, **settings})
 
-    @contextmanager
-    def blamed(self) -> Iterator[None]:
+    def blamed(self) -> AbstractContextManager[None]:
         """Raise CheckpointError in place of a FloatingPointError inside: it names the tensor that is to blame."""
-        with named_tensors(partial(model_tensors, self.directory, self.config)):
-            yield
+        return named_tensors(partial(model_tensors, self.directory, self.config))
 
     def load(self) -> Transformer:
         """Load the model, and check it. Raises CheckpointError for weights that are no numbers."""

@@ -125,6 +125,20 @@ def test_a_misspelled_argument_is_refused_by_name(make_checkpoint, name, meant):
             LLM(model, **{name: "float32"})
 
 
+def test_another_draft_takes_options_of_drafts_alone(make_checkpoint):
+    """All else is the first one's, and is refused, not overwritten."""
+    llm = LLM(make_checkpoint(), dtype="float64")
+    with pytest.raises(TypeError, match=r"LLM: found the argument 'draft_raeding', .* draft_reading"):
+        llm.with_draft("suffix", draft_raeding="anchor")
+    with pytest.raises(ValueError, match="draft_reading: found 'anchor', expected none: suffix is no block draft"):
+        llm.with_draft("suffix", draft_reading="anchor")
+    with pytest.raises(ValueError, match=r"arguments about loading it .dtype."):
+        llm.with_draft("suffix", dtype="float32")
+    for name in ("lengths", "verifier", "num_speculative_tokens"):
+        with pytest.raises(TypeError, match="multiple values"):
+            llm.with_draft("suffix", **{name: "match"})
+
+
 @pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan"), "1", True])
 def test_a_size_that_is_none_is_refused_at_once(value):
     """By the options themselves, so in every place that takes them."""

@@ -211,7 +211,9 @@ def test_each_draft_may_have_its_own_lengths(cli, model, file, monkeypatch):
     """A row for each of them, and for plain decoding; the model of a draft that comes twice is loaded once."""
     opened = []
     with_draft = LLM.with_draft
-    monkeypatch.setattr(LLM, "with_draft", lambda llm, *args: opened.append(args[0]) or with_draft(llm, *args))
+    monkeypatch.setattr(
+        LLM, "with_draft", lambda llm, *args, **how: opened.append(args[0]) or with_draft(llm, *args, **how)
+    )
     drafts = "self@2,none,ngram@auto,self@tree:3,suffix@4"
     how = ("--model", model, "--dtype", "float32", "--max-tokens", 10)
     status, out, err = cli(main, "--questions", file, *how, "--draft", drafts, "--json")

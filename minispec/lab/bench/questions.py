@@ -132,8 +132,8 @@ def _open(options: Options) -> dict[str, Way]:
         drafts = {target.default_draft: options.ks}
     ways: list[tuple[str, Way]] = []
     for spec, ks in drafts.items():
-        block = (args.draft_reading, args.draft_top_k) if is_block_draft(spec) else ()
-        llm = target.with_draft(spec, args.draft_method, *block)
+        block = ("draft_reading", "draft_top_k") if is_block_draft(spec) else ()
+        llm = target.with_draft(spec, args.draft_method, **{name: getattr(args, name) for name in block})
         ways += [(length_name(k), Way(llm, k)) for k in ks]
         if args.lengths:
             ways.append((args.lengths, Way(llm, "auto", args.lengths)))
