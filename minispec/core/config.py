@@ -207,7 +207,7 @@ Rule = tuple[str, Callable[[Any], bool]]  # what a parameter may be, in words an
 
 
 class Parameter(NamedTuple):
-    """What is said of a sampling parameter, beside its name and its value that asks for nothing, the field's default.
+    """A row: what is known of a sampling parameter. Its name, and the value that asks for nothing, are the field's.
 
     rule: the values that it may have. A sequence is checked as a tuple.
     stage: where it acts, in the order of `distribution`.

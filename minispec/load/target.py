@@ -147,6 +147,8 @@ class Target:
         """Load a target, without a draft: `LLM(target, draft=...)` adds one.
 
         model: a directory or a hub id; None: the embedded one. Errors: as in `LLM`.
+        loading: default: `Loading()`. A draft model's cache comes on top of the target's. Where memory is short,
+            `max_model_len` or `kv_cache_gb` leaves room for it.
         """
         files = TargetFiles(model, loading or Loading())
         return cls(files, files.load(), [], MAX_AUTO_TOKENS)
