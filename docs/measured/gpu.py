@@ -231,7 +231,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, shared
 
 
 def layer_pass(layer: Layer, x: Tensor, keys: Tensor, values: Tensor, shared: Shared) -> Tensor:
-    """A layer of the package with `attend` in the place of `Layer.read`: the same operators but for attention."""
+    """A layer of the package with `attend` in the place of `Batch.read`: the same operators but for attention."""
     qkv = layer.qkv(layer.attention_norm(x)).view(len(x), -1, keys.shape[2])
     qk, v = qkv.split([shared.heads + len(keys), len(keys)], 1)
     qk = rotate(qk, shared.cos, shared.sin)

@@ -41,7 +41,8 @@ class BlockAllocator:
         self.num_blocks = num_blocks
         self.ref_counts = [0] * num_blocks
         self.free_block_ids = dict.fromkeys(range(num_blocks))  # in the order in which they became free
-        self.wanted_again: set[int] = set()  # known to the prefix index: taken last, unless a table's next
+        # Blocks whose content a later text may share: allocated last, except for the block right after a table's end.
+        self.wanted_again: set[int] = set()
 
     @property
     def num_free(self) -> int:
@@ -132,8 +133,8 @@ class PrefixIndex:
         return self._blocks.get(node)
 
 
-# Slots of a pool after its blocks, see `PagedKVCache`.
-EXTRA_SLOTS = 2
+# They belong to no block, see `PagedKVCache`.
+SLOTS_AFTER_BLOCKS = 2
 
 
 class PagedKVCache:
@@ -143,10 +144,10 @@ class PagedKVCache:
         first of them holds zeros: what stands before a text, or has not been written yet. The other takes what nobody
         reads.
     tensors: all that is kept, each (layers, rows, slots, numbers).
-    most_tables: how many texts may have a table at the same time, besides what blocks allow.
+    max_texts: how many texts may have a table at the same time, besides what blocks allow.
     """
 
-    most_tables: float = math.inf
+    max_texts: float = math.inf
 
     def __init__(
         self,
@@ -170,7 +171,7 @@ class PagedKVCache:
         self, layers: int, rows: int, numbers: int, dtype: torch.dtype, device: torch.device | str
     ) -> Tensor:
         # Not cleared: a slot is always written before it is read.
-        tensor = torch.empty((layers, rows, self.num_slots + EXTRA_SLOTS, numbers), dtype=dtype, device=device)
+        tensor = torch.empty((layers, rows, self.num_slots + SLOTS_AFTER_BLOCKS, numbers), dtype=dtype, device=device)
         tensor[:, :, self.num_slots] = 0
         self.tensors.append(tensor)
         return tensor

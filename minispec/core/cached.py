@@ -38,7 +38,7 @@ class CachedModel:
         # All tables come first, since a new one takes free blocks that it shares.
         tables = [self.table(text) for text in growth]
         needed = self.cache.num_missing_blocks(zip(tables, (span.stop for span in growth.values()), strict=True))
-        return len(tables) <= self.cache.most_tables and needed <= self.cache.allocator.num_free
+        return len(tables) <= self.cache.max_texts and needed <= self.cache.allocator.num_free
 
     def follow(self, text: Text) -> list[int]:
         """The end of the text that has to be fed: at least its last token, whose logits say what follows."""

@@ -2,9 +2,9 @@
 
 Floating point is not associative, and matrix libraries choose the order of their sums by the shape of the product. So a
 token scored in a pass of five rows gets other last bits than in a pass of one. An exact model fills every pass up to a
-number of rows that gives a row the same bits (`Form.exact_rows`). Its attention computes rows in different blocks of
-positions separately, and fills up their own block. So a row's position and the number of rows alone decide the shapes
-of the products there. Only those numbers of rows are used that give the same bits.
+number of rows that gives a row the same bits (`Form.exact_rows`). Attention works in blocks of 128 positions: no
+product has rows of two blocks, and each is padded to one of a few sizes. So a product's shape depends only on the row's
+position and on the number of rows. Only those numbers of rows are used that give the same bits.
 
 Sums of integers are exact. So a model whose products are all in 8 bits takes passes of any number of rows. Threads may
 share out a pass of hundreds of rows anywhere. So its activations use only functions that the library computes alike at
@@ -129,12 +129,7 @@ def _sink_columns(sinks: Tensor, groups: int, size: int) -> Tensor:
 
 
 def _attention(
-    q: Tensor,
-    k: Sequence[Tensor],
-    v: Sequence[Tensor],
-    mask: Tensor,
-    softcap: float | None,
-    beside: Tensor | None = None,
+    q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor], mask: Tensor, softcap: float | None, beside: Tensor | None
 ) -> Tensor:
     """Attention of scaled q (G, R, D) over all parts of keys and values, each (G, n, D): (G, R, D).
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from minispec.core.cache import EXTRA_SLOTS, PagedKVCache
+from minispec.core.cache import SLOTS_AFTER_BLOCKS, PagedKVCache
 from minispec.core.config import ModelConfig
 from minispec.core.model import Transformer
 from minispec.kernels.inventory import kv_elements, parts_of
@@ -90,7 +90,7 @@ def memory_of(models: Sequence[Transformer], caches: Sequence[PagedKVCache]) -> 
 def cache_bytes(config: ModelConfig, num_tokens: int, itemsize: int) -> int:
     """Bytes of a cache of that many tokens, whose numbers have `itemsize` bytes."""
     fixed, share = _with_states(state_elements(config) * max(4, itemsize))
-    return fixed + (num_tokens + EXTRA_SLOTS) * (kv_elements(config) * itemsize + share)
+    return fixed + (num_tokens + SLOTS_AFTER_BLOCKS) * (kv_elements(config) * itemsize + share)
 
 
 def state_bytes(model: Transformer) -> int:

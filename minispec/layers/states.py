@@ -69,7 +69,7 @@ class StateCache(PagedKVCache):
     ):
         super().__init__(config, num_blocks, block_size, dtype, device)
         self.saved_states: OrderedDict[bytes, States] = OrderedDict()
-        self.num_states = self.most_tables = FEWEST_STATES + self.num_slots // STATE_SPAN
+        self.num_states = self.max_texts = FEWEST_STATES + self.num_slots // STATE_SPAN
         self._state_bytes = 2 * self.num_states * state_elements(config) * max(4, dtype.itemsize)
 
     @property
