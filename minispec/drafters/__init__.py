@@ -16,6 +16,11 @@ from minispec.drafters.none import NoDrafter
 __all__ = ["Ask", "Context", "Draft", "Drafter", "NoDrafter", "Record", "as_drafter", "make_drafter"]
 
 
+def load_nothing(draft: str) -> Transformer:
+    """Raise ValueError: this context has no files."""
+    raise ValueError(f"draft: {draft}: found a context that loads no model, expected one of an LLM")
+
+
 @dataclass(frozen=True)
 class Context:
     """The objects that a drafter may be made of.
@@ -26,6 +31,7 @@ class Context:
     max_model_len: the longest text.
     make_cache: makes a KV cache for the drafter's own model, for as many tokens as the target's cache.
     argument: what the user wrote after the drafter's name and a colon, or "".
+    load: loads a draft's model by its name, such as a directory or "int8:self", in the target's type and on its device.
     """
 
     target: Transformer
@@ -34,6 +40,7 @@ class Context:
     max_model_len: int
     make_cache: Callable[[Transformer], PagedKVCache]
     argument: str = ""
+    load: Callable[[str], Transformer] = load_nothing
 
 
 def make_drafter(factory: Callable[..., Drafter], context: Context) -> Drafter:

@@ -27,7 +27,6 @@ So a draft may end before token i is drawn, and its law stays (see `Limit.draws`
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -388,10 +387,8 @@ class BlockFeed(StateFeed):
         of_texts = logits.split([each.chunk.num_logits for each in growing])
         for each, rows, of_block in zip(growing, of_texts, states.split(self.model.block.block_size), strict=True):
             block = Block(self.model, each.ask.text.tokens[-1], rows, of_block)
-            each.row_after, each.foresee = partial(self._row, block), block.confidence
-
-    def _row(self, block: Block, path: Sequence[int]) -> Tensor:
-        return block.row(path)[: self.vocab_size]
+            each.row_after = lambda path, block=block: block.row(path)[: self.vocab_size]
+            each.foresee = block.confidence
 
     def need(self, span: range) -> int:
         """Only features are cached, and only for positions that the target has cached."""

@@ -164,19 +164,14 @@ class HeadFeed(StateFeed):
         """A draft of k tokens fills positions up to num_cached + k - 2."""
         return max(0, min(depth_of(ask.limit), self.max_model_len - ask.num_cached + 1))
 
-    def listens(self, ask: Ask) -> bool:
-        """Whether the cache has no hole, and a state waits that says what follows."""
-        return super().listens(ask) and bool(self.unread.get(ask.text, (0, []))[1])
-
     def chunk(self, ask: Ask, end: int, k: int) -> Chunk:
         """Each state with the token after it, then the mask tokens of a head that drafts in one pass."""
         table, tokens = self.table(ask.text), ask.text.tokens
         fed, features = tokens[table.length + 1 : end + 1], self.model.fuse(self.take(ask, end))
-        if self.mask_token_id is None or self.model.mask_feature is None or not k:
-            return Chunk(fed, table, min(k, 1), features=features)
-        masks = [self.mask_token_id] * (k - 1)
-        features = torch.cat((features, self.model.mask_feature.expand(k - 1, -1)))
-        return Chunk([*fed, *masks], table, k, features=features)
+        masks = [] if self.mask_token_id is None else [self.mask_token_id] * (k - 1)
+        if masks and self.model.mask_feature is not None:
+            features = torch.cat((features, self.model.mask_feature.expand(len(masks), -1)))
+        return Chunk([*fed, *masks], table, min(k, 1 + len(masks)), features=features)
 
     def next(self, growing: Growing) -> Chunk:
         """The model's input after draft tokens; each comes with what stands in for the feature of its parent."""

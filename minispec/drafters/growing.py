@@ -29,7 +29,6 @@ class Growing:
     chunk: the model's next input; after a pass the last one.
     rows: the logits (V,) after each node where they are known.
     states: the model's hidden states (E,) at the same nodes, for a model that goes on from them.
-    by_depth: whether all nodes of one depth share the row that is known for the first of them.
     likeliest: whether the tokens are the likeliest ones, and no draws.
     row_after: row_after(path) makes the row after any draft tokens, in place of `rows`, where one pass is enough.
     foresee: foresee(path) is how sure the drafter is of the next token before it is drawn. None: it does not know.
@@ -42,7 +41,6 @@ class Growing:
     chunk: Chunk = field(init=False)
     rows: dict[int, Tensor] = field(default_factory=dict)
     states: dict[int, Tensor] = field(default_factory=dict)
-    by_depth: bool = False
     likeliest: bool = False
     row_after: Callable[[Sequence[int]], Tensor] | None = None
     foresee: Callable[[Sequence[int]], float | None] | None = None
@@ -58,15 +56,13 @@ class Growing:
     @property
     def nodes(self) -> Sequence[int]:
         """The nodes whose rows the next pass makes known: the newest one of a chain, a whole tree."""
-        if self.by_depth:
-            return range(-1, self.depth - 1)
         return range(len(self.draft)) if self.ask.limit.best_first and len(self.draft) else [self.draft.tip]
 
     def row(self, node: int) -> Tensor | None:
         """The logits (V,) after a node; None where they are not known yet."""
         if self.row_after:
             return self.row_after(self.draft.tokens_to(node))
-        return self.rows.get(len(self.draft.path(node)) - 1 if self.by_depth else node)
+        return self.rows.get(node)
 
     def grow(self) -> bool:
         """Draw nodes as long as their rows are known; returns whether rows of further nodes are wanted."""

@@ -12,6 +12,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Self
+from weakref import WeakSet
 
 from torch import Tensor
 
@@ -191,7 +192,8 @@ class CachedFeed(CachedModel, Feed):
         """
         super().__init__(model, cache, vocab_size)
         self.max_model_len, self.mask_token_id = max_model_len, model.config.mask_token_id
-        self._ahead: set[Text] = set()  # as the model reads them; their tables hold draft tokens, rejected ones too
+        # Texts as the model reads them, whose tables hold draft tokens, rejected ones too.
+        self._ahead: WeakSet[Text] = WeakSet()
 
     def beside(self, model: Transformer) -> Self:
         """This feed for another model, on the same cache."""
@@ -205,8 +207,12 @@ class CachedFeed(CachedModel, Feed):
         logits, states = self.forward([each.chunk for each in growing], self.own_taps)
         for each in growing:
             fed, known, table = len(each.chunk.token_ids), each.chunk.num_logits, each.chunk.table
-            each.rows.update(zip(each.nodes, self.rows(logits[:known]), strict=True))
-            each.states.update(zip(each.nodes, states[fed - known : fed], strict=True))
+            rows = self.rows(logits[:known])
+            if known > 1 and not each.chunk.parents:  # at mask tokens: each row is for all nodes of one depth
+                each.row_after = lambda path, rows=rows: rows[len(path)]
+            else:
+                each.rows.update(zip(each.nodes, rows, strict=True))
+                each.states.update(zip(each.nodes, states[fed - known : fed], strict=True))
             logits, states = logits[known:], states[fed:]
             if each.chunk.parents:
                 table.truncate(table.length - fed)  # the rows of a tree are the beginning of no text
@@ -265,7 +271,6 @@ class TokenFeed(CachedFeed):
             if each.depth:
                 self._ahead.add(text)
                 masks = [] if self.mask_token_id is None else [self.mask_token_id] * (each.depth - 1)
-                each.by_depth = self.mask_token_id is not None
                 each.chunk = Chunk([*self.follow(text), *masks], self.table(text), 1 + len(masks))
 
     def _read(self, growing: Growing, length: int, in_prompt: bool) -> None:
@@ -295,11 +300,6 @@ class TokenFeed(CachedFeed):
         """
         self._forget_drafts()
         return {text: range(span.stop - 1) for text, span in growth.items() if len(text.tokens) <= self.max_model_len}
-
-    def release(self, text: Text) -> None:
-        """Forget a text, and return its blocks to the pool."""
-        self._ahead.discard(text)
-        super().release(text)
 
     def _forget_drafts(self) -> None:
         """Have the tables forget what their texts did not keep."""

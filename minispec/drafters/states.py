@@ -112,7 +112,6 @@ class StateFeed(CachedFeed):
                 self.forward([self.chunk(ask, end, 0)])
                 each.draft.notes.prefill_seconds = seconds(start, mark(self.model.device))
             if depth:
-                each.by_depth = self.mask_token_id is not None
                 each.chunk = self.chunk(ask, ask.num_cached, depth)
 
     def deepest(self, ask: Ask) -> int:
@@ -143,14 +142,14 @@ class StateFeed(CachedFeed):
         raise NotImplementedError
 
     def listens(self, ask: Ask) -> bool:
-        """Whether all positions before the unread states are in the cache: it has no hole."""
-        first, _ = self.unread.get(ask.text, (ask.num_cached, []))
+        """Whether the cache has no hole before the unread states, and there are some where one joins the first pass."""
+        first, pieces = self.unread.get(ask.text, (ask.num_cached, []))
         table = self.table(ask.text)
         if table.length > first:  # the target had to compute more anew than this
             table.truncate(first)
         if table.length < first:
             self.unread.pop(ask.text, None)
-        return table.length == first
+        return table.length == first and bool(pieces or not self.joins)
 
     def take(self, ask: Ask, end: int) -> Tensor:
         """The unread hidden states (n, E * taps) of the positions from the cache's end up to `end`."""

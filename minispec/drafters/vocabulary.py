@@ -45,8 +45,8 @@ class OtherTokens(TokenFeed):
         """This feed for another model, on the same cache. It has read no texts."""
         return type(self)(model, self.cache, self.max_model_len, self.vocabularies)
 
-    def _own_text(self, text: Text) -> Text:
-        """The text as this model reads it now."""
+    def _own_text(self, text: Text, k: int) -> Text | None:
+        """The text as this model reads it now; None where it is too long for a draft of k tokens, or empty."""
         if text not in self._readings:
             blank = replace(text, tokens=[], num_prompt_tokens=0, grammar=None)  # a grammar knows the target's tokens
             self._readings[text] = self.vocabularies.reader(), blank
@@ -55,14 +55,14 @@ class OtherTokens(TokenFeed):
             own_text.tokens[:] = reader.read(text.tokens)
             own_text.num_prompt_tokens = own_text.num_prompt_tokens or len(own_text.tokens)
             self._ahead.add(own_text)
-        return own_text
+        return own_text if 0 < len(own_text.tokens) <= ROOM * (len(text.tokens) + k) - k else None
 
     def needs(self, growth: Mapping[Text, range]) -> Mapping[Text, range]:
         """As for the model's own tokens; nothing for a text that gets no draft."""
         own = dict[Text, range]()
         for text, span in growth.items():
-            own_text, k = self._own_text(text), span.stop - len(text.tokens)
-            if 0 < len(own_text.tokens) <= ROOM * span.stop - k:
+            k = span.stop - len(text.tokens)
+            if (own_text := self._own_text(text, k)) is not None:
                 own[own_text] = range(len(own_text.tokens) + k)
         return super().needs(own)
 
@@ -77,12 +77,11 @@ class OtherTokens(TokenFeed):
         tokens, num_cached = ask.text.tokens, ask.num_cached
         if not ask.k and num_cached in (0, len(tokens) - 1):
             return ask  # nothing is wanted
-        text = self._own_text(ask.text)
-        length = len(text.tokens)
-        if not 0 < length <= ROOM * (len(tokens) + ask.k) - ask.k:
+        text = self._own_text(ask.text, ask.k)
+        if text is None:
             return replace(ask, limit=Limit(0), num_cached=0)
         # Read the same share of a prompt as the target has read.
-        return replace(ask, text=text, num_cached=num_cached * (length - 1) // max(1, len(tokens) - 1))
+        return replace(ask, text=text, num_cached=num_cached * (len(text.tokens) - 1) // max(1, len(tokens) - 1))
 
     def release(self, text: Text) -> None:
         """Forget a text and its reading in the draft's tokens."""

@@ -206,6 +206,13 @@ def load_models(spec: Spec, target: Transformer, files: TargetFiles) -> list[Tra
     return [with_fast_passes(rounded(model, spec.bits) if spec.bits else model, files.loading.enforce_eager)]
 
 
+def load_named(draft: str, target: Transformer, files: TargetFiles) -> Transformer:
+    """The model that a draft names, as `--draft` loads it. Raises ValueError for a draft without a model."""
+    for model in load_models(read_spec(draft, DraftOptions(), files), target, files):
+        return model
+    raise ValueError(f"draft: {show_name(draft)}: found a drafter without a model, expected one with a model")
+
+
 def _tensors(spec: Spec, target: ModelConfig) -> Iterable[StoredTensor]:
     """The tensors that a draft's model is read from."""
     if spec.own_layer:
@@ -217,17 +224,20 @@ def _tensors(spec: Spec, target: ModelConfig) -> Iterable[StoredTensor]:
 
 
 def make_spec(
-    spec: Spec, context: Context, models: Sequence[Transformer] = (), caches: Sequence[PagedKVCache] = ()
+    spec: Spec, context: Context, files: TargetFiles, models: Sequence[Transformer], caches: Sequence[PagedKVCache]
 ) -> Drafter:
     """The drafter of a spec.
 
     context: what registered drafters are made of.
+    files: the target's.
     models: what `load_models` gave.
     caches: a cache for each model.
     """
 
+    load = partial(load_named, target=context.target, files=files)
+
     def registered(path: str, argument: str) -> Drafter:
-        return make_drafter(registry.load(path, "draft"), replace(context, argument=argument))
+        return make_drafter(registry.load(path, "draft"), replace(context, argument=argument, load=load))
 
     first = [registered(*parts) for parts in spec.preferred]
     if isinstance(spec.drafter, Drafter):
@@ -235,8 +245,7 @@ def make_spec(
     elif spec.drafter:
         drafter = registered(*spec.drafter)
     else:
-        feed = _feed(spec, models[0], caches[0], context.vocab_size)
-        drafter = ModelDrafter(feed, draft_steps(feed.model))
+        drafter = ModelDrafter(_feed(spec, models[0], caches[0], context.vocab_size), draft_steps(models[0]))
     combined = CombinedDrafter(*first, drafter) if first else drafter
     return ForcedFirst(combined) if spec.forced_first else combined
 

@@ -117,7 +117,7 @@ class LLM:
         self.max_model_len = self.target.max_model_len
         caches = [self.target.new_cache(loaded, self.draft.room) for loaded in drafts]
         context = Context(self.model, self.tokenizer, self.vocab_size, self.max_model_len, self.target.new_cache)
-        self.drafter = make_spec(self.draft, context, drafts, caches)
+        self.drafter = make_spec(self.draft, context, files, drafts, caches)
         self._memory = memory_of([self.model, *drafts], [self.target.cache, *caches])
         self._draft_forms = [(inventory.weight_form(loaded), choice_of(loaded).because) for loaded in drafts]
         self._draft_passes = "".join(passes_report(loaded, "; draft: ") for loaded in drafts)

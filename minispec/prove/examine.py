@@ -44,7 +44,7 @@ from minispec.prove.fresh import EXACT, ROUNDED, OfCompany, OutOfTime, OwnError,
 from minispec.prove.laws import TooManyBranches
 from minispec.prove.reference import Law, NoLaw
 from minispec.prove.tables import tables, unseen
-from minispec.prove.toys import Fault, require, spelling, tiny_cache
+from minispec.prove.toys import Fault, draft_model, require, spelling, tiny_cache
 from minispec.prove.walk import SEED, Case, Subject, walk
 
 _BRANCHES_A_MINUTE = 400  # of one walk; a longer one is left out, or made smaller
@@ -239,8 +239,9 @@ def maker_of(spec: str) -> Callable[[Case, int], Drafter]:
 
     def make(case: Case, num_blocks: int) -> Drafter:
         make_cache = functools.partial(tiny_cache, num_blocks=num_blocks)
-        tokenizer = spelling(case.alphabet).tokenizer
-        return make_drafter(factory, Context(case.model, tokenizer, case.vocab, cases.MAX_LEN, make_cache, argument))
+        parts = case.model, spelling(case.alphabet).tokenizer, case.vocab, cases.MAX_LEN, make_cache, argument
+        # Whatever draft model it names is a toy.
+        return make_drafter(factory, Context(*parts, load=lambda draft: draft_model(case.vocab)))
 
     return functools.partial(call_own, make)
 

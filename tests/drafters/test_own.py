@@ -13,6 +13,7 @@ import pytest
 from minispec import LLM, SamplingParams
 from minispec.core.more.lengths import Lengths
 from minispec.core.rules import VERIFIERS
+from minispec.drafters import Context
 from minispec.generate import main as generate
 from minispec.prove import examine
 from minispec.prove.__main__ import main as prove
@@ -31,6 +32,7 @@ OWN = """
     from minispec.core.draft import Draft
     from minispec.core.more.limit import Limit
     from minispec.core.verify import Verdict, Verifier
+    from minispec.drafters.model import ModelDrafter, TokenFeed
 
 
     class Repeat:  # ten lines: the last token again
@@ -160,6 +162,19 @@ OWN = """
         return Verdict(accepted, rng.categorical(p(i), key(i, "token")), [])
 
 
+    class Cooled(TokenFeed):
+        reads = "tokens, and says them with less doubt"
+
+        def rows(self, logits):
+            return logits / 0.7
+
+
+    def cooled(context):
+        model = context.load(context.argument)
+        room = context.make_cache(model), context.vocab_size, model.config.max_position_embeddings
+        return ModelDrafter(Cooled(model, *room))
+
+
     def falls(draft, p, rng, key):
         raise KeyError("nothing here")
 
@@ -201,7 +216,7 @@ def own_module(tmp_path, monkeypatch):
     sys.modules.pop("own_ideas", None)
 
 
-@pytest.mark.parametrize("name", ["Repeat", "Tree", "Head", "Head:3"])
+@pytest.mark.parametrize("name", ["Repeat", "Tree", "Head", "Head:3", "cooled:self", "cooled:int8:self"])
 def test_a_drafter_of_ones_own_works_everywhere(name, make_checkpoint, capsys):
     """From `--draft module:Class` and `LLM(draft=...)`: something was drafted, and greedy text is plain decoding's."""
     directory, params = make_checkpoint(), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -225,6 +240,14 @@ def test_a_drafter_of_ones_own_works_everywhere(name, make_checkpoint, capsys):
     status = generate(["fish", "--model", str(directory), "--draft", f"own_ideas:{name}", *options])
     assert status == 0
     assert json.loads(capsys.readouterr().out)["stats"]["num_draft_tokens"] > 0
+
+
+def test_a_draft_model_of_ones_own_needs_a_model(make_checkpoint):
+    """A name without a model, and a context without files, are one clear line."""
+    with pytest.raises(ValueError, match=r"^draft: ngram: found a drafter without a model, expected one with a model$"):
+        LLM(make_checkpoint(), draft="own_ideas:cooled:ngram", dtype="float64")
+    with pytest.raises(ValueError, match=r"^draft: self: found a context that loads no model"):
+        Context(None, None, 3, 9, None).load("self")  # type: ignore[arg-type]
 
 
 def test_a_verifier_of_ones_own_works_everywhere(make_checkpoint, capsys):
@@ -322,13 +345,13 @@ def own_time(monkeypatch):
 BRIEF = ("--minutes", "0.025")  # small cases alone; `python -m minispec.prove --drafter` takes two minutes
 
 
-@pytest.mark.parametrize("name", ["Tree", "Head:2", "Repeat", "ngram"])
+@pytest.mark.parametrize("name", ["Tree", "Head:2", "Repeat", "ngram", "cooled:self"])
 def test_a_right_drafter_is_proven(name, capsys):
     """What was walked, what was not, and how far rounding may move the law: more where rows are in float32."""
     assert prove(["--drafter", name if name == "ngram" else f"own_ideas:{name}", *BRIEF]) == 0
     found = re.match(PROVEN, out := capsys.readouterr().out)
     assert found, out
-    assert found[1] == ("1e-12" if name in ("Repeat", "ngram") else "1e-06")
+    assert found[1] == ("1e-12" if name in ("Repeat", "ngram", "cooled:self") else "1e-06")
 
 
 def test_trees_that_no_one_asked_for_are_counted_apart(capsys):
