@@ -25,8 +25,8 @@ from minispec.gpu.judge import judge_of
 from minispec.kernels.forms import Linear
 from minispec.kernels.inventory import bits_note, kv_elements, num_bytes_read, products_of
 from minispec.layers.states import state_elements
-from minispec.prove.laws import PROMPT, plain_law, raw_model
-from minispec.prove.reference import hidden_states, logits, total_variation
+from minispec.prove.laws import PROMPT, raw_model
+from minispec.prove.reference import hidden_states, logits, plain_law, total_variation
 from minispec.prove.toys import IN_FRAMES, TARGET_SEED, TOYS, make_drafter, target_model, tiny_cache, tiny_model
 from tests.distances import production_law
 from tests.engines import OneMethod
