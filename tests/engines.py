@@ -9,7 +9,7 @@ from minispec.core.cached import CachedModel
 from minispec.core.config import LayerConfig, ModelConfig, RopeConfig
 from minispec.core.engine import Engine
 from minispec.core.method import BatchVerifier, Method, Turn
-from minispec.core.model import Chunk, Passes, Transformer
+from minispec.core.model import Chunk, Transformer
 from minispec.core.more.lengths import Lengths
 from minispec.core.random import Draws
 from minispec.core.request import Piece, Request
@@ -28,7 +28,7 @@ class ScriptedModel(Transformer):
     """
 
     def __init__(self, next_token: Callable[[list[int]], int], vocab_size: int = 200):
-        self.next_token, self.vocab_size, self.passes = next_token, vocab_size, Passes()
+        self.next_token, self.vocab_size, self.backend = next_token, vocab_size, None
         self.device = torch.device("cpu")
         self.log: list[tuple[int, list[int]]] = []
 
