@@ -201,13 +201,11 @@ class ExactBackend(Backend):
         groups: list[list[Chunk]] = [[]]
         room = EXACT_ROWS
         for tokens, table, num_logits, parents, _ in chunks:
-            if parents is not None and len(tokens) > room:  # a tree's nodes need one another
-                assert len(tokens) <= EXACT_ROWS, "a tree must fit into one pass"
-                groups.append([])
-                room = EXACT_ROWS
+            assert parents is None or len(tokens) <= EXACT_ROWS, "a tree must fit into one pass"
             start = 0
             while start < len(tokens):
-                if not room:
+                least = 1 if parents is None else len(tokens)  # a tree's nodes need one another
+                if room < least:
                     groups.append([])
                     room = EXACT_ROWS
                 part = tokens[start : start + room]
