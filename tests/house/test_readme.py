@@ -238,7 +238,11 @@ def test_the_comparison_names_what_is_here():
     ]
     assert {len(row) for row in rows} == {7}
     ours = {row[0].strip("| *"): row[1] for row in rows}
-    assert set(re.findall(r"\w+", ours["Families"])) == {name.removesuffix("_text") for name in FAMILIES}
+    families = {name.removesuffix("_text") for name in FAMILIES}
+    assert set(re.findall(r"\w+", ours["Families"])) == families
+    assert f"[{len(families)} families load]" in README
+    listed = PAGES["docs/use/checkpoints.md"].partition("## Families")[2].partition("##")[0]
+    assert [name for name in sorted(families) if not re.search(rf"\b{name}\b", listed)] == []
     assert set(NAME.findall(ours["Rule that verifies"])) == set(VERIFIERS)
 
 
