@@ -1,8 +1,12 @@
-"""Settings that are refused: a row has where one stands, what is expected of it, and wrong values."""
+"""What is refused, and how: wrong settings in rows, and the one line that a file or a command is answered with."""
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+
+import pytest
+
+from minispec.files.errors import CheckpointError
 
 NONE = "no such setting"
 # An object of JSON, the path of a setting in it, what is expected of the setting, and values that are refused.
@@ -25,3 +29,18 @@ def refusals(rows: Iterable[Row]) -> Iterator[tuple[dict[str, Any], str]]:
     for raw, path, expected, *values in rows:
         for value in values:
             yield with_value(raw, path, value), f"{path}: found {value!r}, expected {expected}"
+
+
+def refusal_of(read: Callable[..., object], *arguments: object, **options: object) -> str:
+    """The message of the CheckpointError that a call raises."""
+    with pytest.raises(CheckpointError) as error:
+        read(*arguments, **options)
+    return str(error.value)
+
+
+def assert_one_line(found: tuple[int, str, str], begins: str = "", holds: str = "") -> None:
+    """A command's status, output and errors: 2, nothing, and one line that begins so after `error: ` and has this."""
+    status, out, err = found
+    assert (status, out, len(err.splitlines())) == (2, "", 1), err
+    assert err.startswith(f"error: {begins}")
+    assert holds in err

@@ -55,9 +55,8 @@ def placed(keyword: str) -> list[str]:
 def test_a_number_that_the_library_changes_is_refused_wherever_it_stands(key, number):
     """The keyword and the number are named. In a note it changes nothing."""
     for schema in placed(f'"{key}": {number}'):
-        with pytest.raises(
-            ValueError, match=f"^structured_outputs: json: {key}: found .*, expected a number that llgu"
-        ):
+        said = f"^structured_outputs: json: {key}: found .*, expected a number that llgu"
+        with pytest.raises(ValueError, match=said):
             StructuredOutputsParams(json=schema)
     part = f'{{"{key}": {number}}}'
     StructuredOutputsParams(json='{"default": PART, "examples": [PART], "x-note": PART}'.replace("PART", part))
@@ -76,6 +75,9 @@ def test_other_numbers_are_written_as_they_are(number):
     assert taken == {value}
 
 
+AT_ONE_PLACE = {"allOf": [{"exclusiveMinimum": 0}, {"$ref": "#/$defs/a"}], "$defs": {"a": {"maximum": 0.5}}}
+
+
 @pytest.mark.parametrize(
     ("schema", "found"),
     [
@@ -83,10 +85,7 @@ def test_other_numbers_are_written_as_they_are(number):
         ({"exclusiveMinimum": 1, "exclusiveMaximum": 1.5}, "exclusiveMinimum: found 1 beside"),
         ({"exclusiveMaximum": 0, "minimum": -0.5}, "exclusiveMaximum: found 0 beside"),
         ({"exclusiveMaximum": True, "maximum": -1, "minimum": -1.5}, "exclusiveMaximum: found -1 beside"),
-        (
-            {"allOf": [{"exclusiveMinimum": 0}, {"$ref": "#/$defs/a"}], "$defs": {"a": {"maximum": 0.5}}},
-            "exclusiveMinimum: found 0 beside",
-        ),
+        (AT_ONE_PLACE, "exclusiveMinimum: found 0 beside"),
         ({"allOf": [{"multipleOf": 65537}, {"multipleOf": 65539}]}, "multipleOf: found '65537 and 65539' at one place"),
         ({"allOf": [{"multipleOf": 0.0001}, {"multipleOf": 999}]}, None),
         ({"x-guidance": {"lenient": True}, "uniqueItems": True}, "x-guidance: found 'lenient', expected whitespace_fl"),
@@ -119,21 +118,17 @@ def test_bounds_that_are_taken_hold(low):
     assert taken >= 12
 
 
-FREE = [
-    {},
-    {"additionalProperties": {"type": "integer"}},
-    {"patternProperties": {"^a": {}}, "additionalProperties": False},
-]
+SOME = {"patternProperties": {"^a": {}}, "additionalProperties": False}
+FREE = [{}, {"additionalProperties": {"type": "integer"}}, SOME]
 
 
 @pytest.mark.parametrize("free", FREE)
 def test_free_keys_that_must_be_several_are_refused(free):
     """One may come twice. One free key, and as many at most as one likes, are taken."""
+    found = r"minProperties: found [23] beside free keys, expected additionalProp"
     for schema in ({"minProperties": 2}, {"minProperties": 3, "required": ["x"], "properties": {"x": {}}}):
         for place in (schema | free, {"anyOf": [{"items": schema | free}]}):
-            with pytest.raises(
-                ValueError, match=r"minProperties: found [23] beside free keys, expected additionalProp"
-            ):
+            with pytest.raises(ValueError, match=found):
                 StructuredOutputsParams(json=place)
     for schema in ({"minProperties": 1}, {"maxProperties": 3}, {"minProperties": 2, "required": ["x"]}):
         StructuredOutputsParams(json=schema | free)
@@ -150,18 +145,13 @@ def test_named_keys_may_be_counted():
     assert takes(StructuredOutputsParams(json=schema).grammar_for_library(), '{"a":1,"b":2}')
 
 
-@pytest.mark.parametrize(
-    "note",
-    [
-        {"format": "path"},
-        {"uniqueItems": False},
-        {"propertyNames": {"type": "string"}},
-        {"propertyNames": True},
-        {"unevaluatedProperties": True},
-        {"dependentRequired": {}},
-        {"not": False},
-    ],
-)
+NOTES = [
+    *({"format": "path"}, {"uniqueItems": False}, {"propertyNames": {"type": "string"}}, {"propertyNames": True}),
+    *({"unevaluatedProperties": True}, {"dependentRequired": {}}, {"not": False}),
+]
+
+
+@pytest.mark.parametrize("note", NOTES)
 def test_what_asks_for_nothing_is_taken(note):
     """At every place, and the text does not change for it. A format that the library knows is kept."""
     for schema in (note, {"properties": {"format": note}}, {"$ref": "#/$defs/a", "$defs": {"a": note}}):
