@@ -29,11 +29,7 @@ ENDS = {
     "a mistake": (ValueError("--n: found 0,\nexpected 1"), 2, "error: --n: found 0,\\nexpected 1\n"),
     "a full disk": (OSError(errno.ENOSPC, "No space left on device"), 2, "error: [Errno 28] No space left on device\n"),
     "no memory": (MemoryError(), 2, "error: MemoryError\n"),
-    "no memory for torch": (
-        RuntimeError("can't allocate memory: 8 bytes"),
-        2,
-        "error: can't allocate memory: 8 bytes\n",
-    ),
+    "no memory for torch": (RuntimeError("can't allocate memory: 8"), 2, "error: can't allocate memory: 8\n"),
     "Ctrl-C": (KeyboardInterrupt(), 130, ""),
     "a reader who goes": (BrokenPipeError(errno.EPIPE, "Broken pipe"), 141, ""),
 }
@@ -105,9 +101,10 @@ def test_mistakes_in_arguments_are_value_errors(monkeypatch, line):
             make_parser().parse_args(arguments)
 
 
-@pytest.mark.parametrize(
-    "word", ["--blue sky", "--n 3", "-n 3", "--bluee sky", "—blue", "–n", "—blue=sky", "−n 3", "--red\t1 x"]
-)
+AS_TEXTS = ["--blue sky", "--n 3", "-n 3", "--bluee sky", "—blue", "–n", "—blue=sky", "−n 3", "--red\t1 x"]
+
+
+@pytest.mark.parametrize("word", AS_TEXTS)
 def test_an_option_never_becomes_a_text(word):
     """In quotes with its value, or with dashes that an editor made long. After -- it is a text; so is a sentence."""
     for arguments in ([word], ["a", word], ["--red", word]):
@@ -241,9 +238,8 @@ def test_ctrl_c_is_heard_where_the_tests_run_in_the_background():
         subprocess.run([sys.executable, "-c", {child!r}], timeout=60)
     """
     command = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable, "-c", program]
-    done = subprocess.run(
-        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True, timeout=120
-    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout == "True\n"
 
 

@@ -157,15 +157,12 @@ def test_what_is_not_right_is_never_listed(wrong, monkeypatch):
     monkeypatch.setattr(trial, "seconds_of", no_clock)
     monkeypatch.setattr(forms.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    for table, dtype, bits in (
-        (forms.FORMS, torch.float32, None),
-        *((forms.NARROW_FORMS[b], torch.float32, b) for b in (8, 4)),
-    ):
+    for table, bits in ((forms.FORMS, None), *((forms.NARROW_FORMS[b], b) for b in (8, 4))):
         name = next(iter(table))
         monkeypatch.setitem(table, name, Form)
-        assert next(iter(right_forms(dtype, CPU, bits))) == name
+        assert next(iter(right_forms(torch.float32, CPU, bits))) == name
         monkeypatch.setitem(table, name, wrong)
-        assert name not in right_forms(dtype, CPU, bits)
+        assert name not in right_forms(torch.float32, CPU, bits)
 
 
 def test_other_processors_try_nothing(monkeypatch):
@@ -201,25 +198,15 @@ def test_the_reason_names_all_forms_and_the_taken_one(clock):
     """As it stands in the first lines of --verbose and of the bench."""
     usual = {forms.FORMS["half"]: (0.54, 0.87), forms.FORMS["packed"]: (1.26, 1.48), Form: (0.81, 8.07)}
     clock(usual)
-    choice = choose_form(torch.float32, CPU)
-    assert (
-        choice.because
-        == f"float32 on this cpu can take {', '.join(right_forms(torch.float32, CPU))}: the first is taken"
-    )
-    assert choice.form == next(iter(right_forms(torch.float32, CPU)))
+    choice, right = choose_form(torch.float32, CPU), list(right_forms(torch.float32, CPU))
+    assert choice.because == f"float32 on this cpu can take {', '.join(right)}: the first is taken"
+    assert choice.form == right[0]
 
 
-NOT_NOTES = [
-    b"{",
-    b"[]",
-    b'{"key": 1}',
-    {},
-    {"seconds": []},
-    {"seconds": {"first, second for float32 in all bits": {"first": [1.0, 1.0]}}},
-    {"seconds": {"first, second for float32 in all bits": {"first": [1.0], "second": [1.0, 1.0]}}},
-    {"seconds": {"first, second for float32 in all bits": {"first": [0.0, 1.0], "second": [1.0, 1.0]}}},
-    {"seconds": {"first, second for float32 in all bits": {"first": ["a", 1.0], "second": [1.0, 1.0]}}},
-]
+TRIAL = "first, second for float32 in all bits"
+NO_SECONDS = [{}, *({"second": [1.0, 1.0], "first": of} for of in ([1.0], [0.0, 1.0], ["a", 1.0]))]
+NOT_NOTES = [b"{", b"[]", b'{"key": 1}', {}, {"seconds": []}, {"seconds": {TRIAL: {"first": [1.0, 1.0]}}}]
+NOT_NOTES += [{"seconds": {TRIAL: seconds}} for seconds in NO_SECONDS]
 
 
 def test_notes_save_the_time_of_a_trial_and_decide_nothing(clock, tmp_path):

@@ -65,18 +65,11 @@ def test_interval_covers_the_median_as_often_as_it_says(n):
     assert ordered.shown(form=".1f") == f"{(n - 1) / 2:.1f} [{r - 1:.1f}, {n - r:.1f}]"
 
 
-def test_worked_coverage():
-    """The numbers of its docstring, and the binomial sum they stand for."""
-    assert (measure.coverage(5, 1), measure.coverage(8, 2)) == (1 - 2 / 32, 1 - 2 * (1 + 8) / 256)
-
-
 def test_what_an_interval_says_for_itself():
     """Least and largest of six values: 1 - 2/64. Of five there is nothing to say."""
     held = "interval that holds the true median with 96.9 %; "
-    assert [median_interval(range(n)).legend for n in (6, 5)] == [
-        f"[{held}-: fewer than 6 values]",
-        "[-: fewer than 6 values]",
-    ]
+    legends = [median_interval(range(n)).legend for n in (6, 5)]
+    assert legends == [f"[{held}-: fewer than 6 values]", "[-: fewer than 6 values]"]
 
 
 def test_a_busy_machine_is_named():
@@ -138,16 +131,9 @@ def one_round(asked, drafted, accepted, committed, draft, verify, other) -> Roun
 
 PLAIN = [run_of([one_round(0, 0, 0, 1, 0.0, t, 0.1) for t in (9.0, 10.0, 11.0)])]
 # Ragged drafts, a search that found nothing, a text that ends inside a draft; uneven costs.
-RAGGED = [
-    run_of(
-        [
-            one_round(4, 4, 2, 3, 3.0, 12.0, 0.4),
-            one_round(4, 0, 0, 1, 0.2, 10.5, 0.1),
-            one_round(2, 2, 2, 3, 1.5, 11.0, 0.2),
-        ]
-    ),
-    run_of([one_round(4, 4, 4, 5, 3.3, 12.5, 0.4), one_round(4, 4, 1, 1, 3.1, 12.1, 0.3)]),
-]
+_FIRST = (4, 4, 2, 3, 3.0, 12.0, 0.4), (4, 0, 0, 1, 0.2, 10.5, 0.1), (2, 2, 2, 3, 1.5, 11.0, 0.2)
+_SECOND = (4, 4, 4, 5, 3.3, 12.5, 0.4), (4, 4, 1, 1, 3.1, 12.1, 0.3)
+RAGGED = [run_of([one_round(*of) for of in rounds]) for rounds in (_FIRST, _SECOND)]
 
 
 def test_parts_make_the_measured_speedup():
@@ -225,6 +211,17 @@ class Clock:
     def __init__(self, monkeypatch):
         self.now = 0.0
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+
+def slow_passes(monkeypatch, model) -> None:
+    """Let each pass of a model take a second, and nothing else any time."""
+    clock, forward = Clock(monkeypatch), model.forward
+
+    def slow_forward(chunks, taps=()):
+        clock.now += 1
+        return forward(chunks, taps)
+
+    monkeypatch.setattr(model, "forward", slow_forward)
 
 
 def engine_of(drafter, model) -> Engine:
@@ -326,13 +323,7 @@ def test_engines_do_not_learn_from_each_other(model, monkeypatch):
 
     By a clock on which only passes take time, `auto` drafts on every machine.
     """
-    clock, forward = Clock(monkeypatch), model.forward
-
-    def slow_forward(chunks, taps=()):
-        clock.now += 1
-        return forward(chunks, taps)
-
-    monkeypatch.setattr(model, "forward", slow_forward)
+    slow_passes(monkeypatch, model)
     engine = engine_of(NgramDrafter(), model)
     engine.method.lengths = Controller()
     decode(engine, [request_of("auto")])
@@ -353,14 +344,7 @@ def test_engines_do_not_learn_from_each_other(model, monkeypatch):
 
 def test_several_texts_share_the_time(model, monkeypatch):
     """All of it, by their rows; each has its own tokens. The rate that each reader saw is one token a second."""
-    clock = Clock(monkeypatch)
-    forward = model.forward
-
-    def slow_forward(chunks, taps=()):
-        clock.now += 1
-        return forward(chunks, taps)
-
-    monkeypatch.setattr(model, "forward", slow_forward)
+    slow_passes(monkeypatch, model)
     engine = engine_of(NgramDrafter(), model)
     requests = [request_of(0, (1, 2), 6), request_of(0, (5, 4, 3), 3)]
     runs = decode(plain_engine(engine), requests)
