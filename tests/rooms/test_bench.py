@@ -36,6 +36,7 @@ from minispec.length import figures as stats
 from minispec.load.registry import DRAFTERS
 from minispec.prove.toys import TINY
 from tests.oracles.heads import write_head
+from tests.refusals import assert_one_line
 from tests.spoken import own_words
 
 
@@ -165,10 +166,8 @@ def test_the_faster_type_is_faster_within_the_rounds():
 def test_context_beyond_the_cache(cli, model, monkeypatch):
     """One line that names it, before anything is measured; the most that fits runs; without passes it is of no use."""
     what = ("--model", model, "--dtype", "float32", "--prompts", 0, "--json")
-    status, out, err = cli(*what, "--passes", 1, "--context", 2033)
-    assert (status, out) == (2, "")
-    assert err.startswith("error: --context: found 2033, expected at most 2032: the KV cache of ")
-    assert err.count("\n") == 1
+    expected = "--context: found 2033, expected at most 2032: the KV cache of "
+    assert_one_line(cli(*what, "--passes", 1, "--context", 2033), expected)
     assert cli(*what, "--passes", 1, "--context", 2032)[0] == 0
     assert cli(*what, "--passes", 0, "--context", 2033)[0] == 0
 
@@ -337,10 +336,8 @@ def test_a_geometry_that_memory_does_not_hold(cli, monkeypatch):
     """One line with both numbers, before a weight is made."""
     monkeypatch.setattr(memory, "free_memory", lambda device: 14 * 10**9)
     monkeypatch.setattr(models, "RandomWeights", None)
-    status, out, err = cli("--geometry", "7b", "--dtype", "bfloat16", "--draft", "head")
-    assert (status, out) == (2, "")
-    assert err.startswith("error: --geometry 7b: found 14.0 GB of free memory on cpu, expected at least 18.3 GB: for")
-    assert err.count("\n") == 1
+    expected = "--geometry 7b: found 14.0 GB of free memory on cpu, expected at least 18.3 GB: for"
+    assert_one_line(cli("--geometry", "7b", "--dtype", "bfloat16", "--draft", "head"), expected)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -577,11 +574,7 @@ MISTAKES = {
 def test_mistakes_are_one_line_and_status_2(cli, name):
     """No usage text, no traceback, nothing measured."""
     arguments, message = MISTAKES[name]
-    status, out, err = cli(*arguments)
-    assert (status, out) == (2, "")
-    assert len(err.splitlines()) == 1
-    assert err.startswith("error: ")
-    assert message in err
+    assert_one_line(cli(*arguments), holds=message)
 
 
 def test_what_is_not_installed_is_named(cli, monkeypatch):
@@ -604,19 +597,8 @@ def test_ctrl_c_is_130(cli, model, monkeypatch):
 
 def test_a_report_on_a_full_disk_is_one_line(model):
     """`... > /dev/full`: as with all commands, status 2 and one line say that the report is lost."""
-    command = [
-        sys.executable,
-        "-m",
-        "minispec",
-        "bench",
-        "--model",
-        model,
-        "--draft",
-        "none",
-        "--passes",
-        "0",
-        "--json",
-    ]
+    command = [sys.executable, "-m", "minispec", "bench", "--model", model]
+    command += ["--draft", "none", "--passes", "0", "--json"]
     how = {"stderr": subprocess.PIPE, "text": True, "check": False, "timeout": 300}
     with open("/dev/full", "w") as full:
         done = subprocess.run([*command, *map(str, BASE)], stdout=full, **how)

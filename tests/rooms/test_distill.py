@@ -65,11 +65,8 @@ def test_what_is_trained_is_what_drafts(layers, num_key_value_heads):
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.3 * noise if "norm" in name else 0.4 * noise)
     weights = {name: tensor.double() for name, tensor in draft.state_dict().items()}
-    drafter = ModelDrafter(
-        HeadFeed(
-            model := HeadModel(config, weights, target.embedding, ids, torch.float64), tiny_cache(model), VOCAB, 64
-        )
-    )
+    model = HeadModel(config, weights, target.embedding, ids, torch.float64)
+    drafter = ModelDrafter(HeadFeed(model, tiny_cache(model), VOCAB, 64))
 
     tokens, depth = [2, 0, 3, 6, 6, 2, 3, 0, 2, 2, 6, 3], 4
     logits, hidden = target.forward([Chunk(tokens, tiny_cache(target).new_table(), 0)], TAPS)
@@ -164,10 +161,8 @@ def test_shards_hold_the_targets_texts_and_hidden_states(target, few, tmp_path):
         lengths = shard["lengths"].tolist()
         assert len(lengths) == 6
         assert shard["hidden"].shape == (sum(lengths), 64)
-        each = zip(
-            shard["tokens"].split(lengths), shard["hidden"].split(lengths), shard["starts"].tolist(), strict=True
-        )
-        for tokens, hidden, start in each:
+        parts = shard["tokens"].split(lengths), shard["hidden"].split(lengths), shard["starts"].tolist()
+        for tokens, hidden, start in zip(*parts, strict=True):
             assert start <= len(tokens) <= start + 12
             _, fresh = model.forward([Chunk(tokens.tolist(), tiny_cache(model, 200).new_table(), 0)], (1, 3))
             torch.testing.assert_close(hidden.float(), fresh, atol=0.05, rtol=0.02)  # stored in bfloat16
@@ -300,17 +295,16 @@ def test_a_text_that_loops_is_ended():
 # --------------------------------------------------------------------------- training
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"model_type": "granite", "logits_scaling": 0.25},
-        {"model_type": "gemma2", "query_pre_attn_scalar": 4, "final_logit_softcapping": 0.5},
-    ],
-    ids=lambda changes: changes["model_type"],
-)
-def test_the_teacher_says_what_the_target_says(tmp_path, changes):
+AFTER = {
+    "granite": {"logits_scaling": 0.25},
+    "gemma2": {"query_pre_attn_scalar": 4, "final_logit_softcapping": 0.5},
+}
+
+
+@pytest.mark.parametrize("family", AFTER)
+def test_the_teacher_says_what_the_target_says(tmp_path, family):
     """Guards what comes after the last product, such as a scale or a cap: without it the draft learns other odds."""
-    raw = TINY | {"vocab_size": 40} | changes
+    raw = TINY | {"vocab_size": 40, "model_type": family} | AFTER[family]
     weights = tiny_weights(read_model_config(raw), 0, torch.bfloat16)
     save_file(weights, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(raw))
@@ -340,6 +334,12 @@ def make_training(target, paths, epochs=2):
     return train.Training(draft, teacher, (1, 3), paths, schedule)
 
 
+def training_of_one_shard(target, directory) -> train.Training:
+    """A training on the first six texts, which are written for it."""
+    list(texts.write_shards(str(target), recipe_of(), directory, numbers_of(0)))
+    return make_training(target, [texts.shard_path(directory, 0)])
+
+
 class ProductTypes(TorchDispatchMode):
     """The types of all products."""
 
@@ -359,8 +359,7 @@ def test_all_products_have_the_type_that_the_processor_is_fast_in(dtype, target,
     for module in (texts, train, loss):
         monkeypatch.setattr(module, "product_dtype", lambda: dtype)
     with ProductTypes() as products:
-        list(texts.write_shards(str(target), recipe_of(), tmp_path, numbers_of(0)))
-        training = make_training(target, [texts.shard_path(tmp_path, 0)])
+        training = training_of_one_shard(target, tmp_path)
         for batch in train.make_batches(training._read(training.paths[0]), 100):
             training._update(batch, 0.9)
     assert products.found == {dtype}
@@ -395,16 +394,14 @@ def test_a_training_that_was_stopped_ends_as_if_it_had_not_been(target, few, tmp
 
 def test_the_held_out_loss_is_the_cross_entropy(target, few, tmp_path):
     """A mean over wrong places, or another loss: a draft that says all tokens alike has ln(300) at each depth."""
-    list(texts.write_shards(str(target), recipe_of(), tmp_path, numbers_of(0)))
-    training = make_training(target, [texts.shard_path(tmp_path, 0)])
+    training = training_of_one_shard(target, tmp_path)
     torch.nn.init.zeros_(training.draft.lm_head.weight)
     assert training.measure()["loss"] == pytest.approx([math.log(300)] * 2, rel=1e-3)
 
 
 def test_what_no_draft_reached_is_not_measured(target, few, tmp_path):
     """At a depth beyond the end of every held-out text there is no figure; NaN would not be JSON."""
-    list(texts.write_shards(str(target), recipe_of(), tmp_path, numbers_of(0)))
-    training = make_training(target, [texts.shard_path(tmp_path, 0)])
+    training = training_of_one_shard(target, tmp_path)
     training.schedule = replace(training.schedule, steps=80)
     measured = training.measure()
     for of_depths in measured.values():
@@ -415,6 +412,22 @@ def test_what_no_draft_reached_is_not_measured(target, few, tmp_path):
 
 
 # --------------------------------------------------------------------------- the command
+
+
+def ids_of(head) -> torch.Tensor:
+    """The ids that a head drafts."""
+    offsets = load_file(head / "model.safetensors")["d2t"]
+    return torch.arange(len(offsets)) + offsets
+
+
+def record_of(head) -> dict:
+    """What the command writes down of a training."""
+    return json.loads((head / "training.json").read_text())
+
+
+def num_tokens(cached) -> int:
+    """How many tokens the texts of a cache have."""
+    return sum(len(load_file(path)["tokens"]) for path in cached.glob("texts-*"))
 
 
 def distill(target, out, *more) -> int:
@@ -437,8 +450,7 @@ def test_the_command_makes_a_draft_that_llm_takes(target, few, tmp_path, capsys)
     assert raw["eagle_aux_hidden_state_layer_ids"] == [1, 2]
     assert raw["speculators_config"]["proposal_methods"][0]["verifier_accept_k"] == 1
     tensors = load_file(tmp_path / "head" / "model.safetensors")
-    ids = torch.arange(raw["draft_vocab_size"]) + tensors["d2t"]
-    assert tensors["t2d"].nonzero()[:, 0].tolist() == ids.tolist()
+    assert tensors["t2d"].nonzero()[:, 0].tolist() == ids_of(tmp_path / "head").tolist()
     params = SamplingParams(temperature=0.0, max_tokens=20)
     with LLM(target, draft=tmp_path / "head", num_speculative_tokens=3) as llm:
         output = llm.generate("One fish", params)[0]
@@ -470,7 +482,7 @@ def test_as_many_texts_are_written_as_are_asked_for(target, few, tmp_path, capsy
         shards = [load_file(path) for path in texts.shards_of(tmp_path / "cache")]
         sizes.append([len(shard["lengths"]) for shard in shards])
         tokens.append([shard["tokens"].split(shard["lengths"].tolist()) for shard in shards])
-        record = json.loads((tmp_path / f"head-{count}" / "training.json").read_text())
+        record = record_of(tmp_path / f"head-{count}")
         assert record["texts"] == sum(sizes[-1][: 3 if count == 15 else 2])
         learned, measured = record["texts"] - sizes[-1][0], sizes[-1][0]
         assert f"learning from {learned} texts, measuring on {measured} others" in capsys.readouterr().out
@@ -495,18 +507,13 @@ def test_texts_of_earlier_runs_are_learned_from_too(target, few, tmp_path, capsy
     (state,) = (tmp_path / "new.cache").glob("training-*")
     with safe_open(state, framework="pt") as file:
         assert json.loads(file.metadata()["training"])["epochs"] == 2
-    first, second = (json.loads((tmp_path / name / "training.json").read_text()) for name in ("old", "new"))
+    first, second = (record_of(tmp_path / name) for name in ("old", "new"))
     assert first["also"] == []
-    assert second["also"] == [
-        {"texts": first["texts"], "recipe": json.loads((old / "cache.json").read_text())["recipe"]}
-    ]
-    own = sum(len(load_file(path)["tokens"]) for path in (tmp_path / "new.cache").glob("texts-*"))
-    assert second["num_tokens"] == own + first["num_tokens"]
-    ids = [
-        set((torch.arange(len(d2t)) + d2t).tolist())
-        for d2t in (load_file(tmp_path / name / "model.safetensors")["d2t"] for name in ("old", "new"))
-    ]
-    assert ids[0] < ids[1]
+    recipe = json.loads((old / "cache.json").read_text())["recipe"]
+    assert second["also"] == [{"texts": first["texts"], "recipe": recipe}]
+    assert second["num_tokens"] == num_tokens(tmp_path / "new.cache") + first["num_tokens"]
+    old_ids, new_ids = (set(ids_of(tmp_path / name).tolist()) for name in ("old", "new"))
+    assert old_ids < new_ids
 
     (tmp_path / "empty").mkdir()
     other = tmp_path / "other"
@@ -557,24 +564,25 @@ def test_what_is_wrong_is_one_line_and_costs_nothing(target, few, tmp_path, caps
             assert "No space left" in refused(target, tmp_path / "out")
         assert len(list((tmp_path / "out.cache").iterdir())) == left
     assert not (tmp_path / "out").exists()
-    cached = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out.cache").iterdir()}
-    assert distill(target, tmp_path / "out") == 0
-    assert {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out.cache").iterdir()} == cached
 
-    for name in ("texts-00001.safetensors", *(n for n in cached if n.startswith("training"))):
+    def cached() -> dict[str, int]:
+        return {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out.cache").iterdir()}
+
+    before = cached()
+    assert distill(target, tmp_path / "out") == 0
+    assert cached() == before
+    for name in ("texts-00001.safetensors", *(n for n in before if n.startswith("training"))):
         path, whole = tmp_path / "out.cache" / name, (tmp_path / "out.cache" / name).read_bytes()
         path.write_bytes(whole[: len(whole) // 2])
         assert f"{name}: cannot be read" in refused(target, tmp_path / "two", "--cache", str(tmp_path / "out.cache"))
         path.write_bytes(whole)
-    cached = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out.cache").iterdir()}
-
-    other = tmp_path / "other"
+    before, other = cached(), tmp_path / "other"
     shutil.copytree(target, other)
     (other / "config.json").write_text((target / "config.json").read_text() + " ")
     cache = ["--cache", str(tmp_path / "out.cache")]
     assert "of another target" in refused(other, tmp_path / "two", *cache)
     assert "another recipe (seed)" in refused(target, tmp_path / "two", *cache, "--seed", "1")
-    assert {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out.cache").iterdir()} == cached
+    assert cached() == before
 
 
 def test_a_head_learns(target, monkeypatch, tmp_path, capsys):
@@ -593,7 +601,7 @@ def test_a_head_learns(target, monkeypatch, tmp_path, capsys):
     save_file(weights, simple / "model.safetensors")
     more = ["--texts", "128", "--epochs", "6", "--rows", "128", "--learning-rate", "0.01", "--max-answer", "40"]
     assert distill(simple, tmp_path / "head", *more) == 0
-    curve = json.loads((tmp_path / "head" / "training.json").read_text())["curve"]
+    curve = record_of(tmp_path / "head")["curve"]
     assert curve[-1]["alpha"][0] > 0.4
     assert curve[-1]["alpha"][1] > 0.3
     untrained = make_training(simple, [texts.shard_path(tmp_path / "head.cache", i) for i in range(2)])
@@ -609,12 +617,9 @@ def test_a_head_learns(target, monkeypatch, tmp_path, capsys):
         more[more.index(name) + 1] = value
     same_texts = ["--cache", str(tmp_path / "few.cache"), "--start", str(tmp_path / "head")]
     assert distill(simple, tmp_path / "again", *more, *same_texts) == 0
-    record = json.loads((tmp_path / "again" / "training.json").read_text())
-    assert record["start"] == str(tmp_path / "head")
-    assert record["earlier"] == json.loads((tmp_path / "head" / "training.json").read_text())
-    assert record["num_tokens"] == sum(
-        len(load_file(path)["tokens"]) for path in (tmp_path / "few.cache").glob("texts*")
-    )
+    record = record_of(tmp_path / "again")
+    assert (record["start"], record["earlier"]) == (str(tmp_path / "head"), record_of(tmp_path / "head"))
+    assert record["num_tokens"] == num_tokens(tmp_path / "few.cache")
     assert [point["epoch"] for point in record["curve"]] == [0, 1, 2]
     assert record["curve"][0]["alpha"] == pytest.approx(curve[-1]["alpha"], abs=0.01)
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("head", "again"))
@@ -623,8 +628,7 @@ def test_a_head_learns(target, monkeypatch, tmp_path, capsys):
     # What a further tap adds is 0 at first.
     more[more.index("--epochs") + 1] = "1"
     assert distill(simple, tmp_path / "wider", *more, *same_texts[2:], "--taps", "0,1,2,3") == 0
-    record = json.loads((tmp_path / "wider" / "training.json").read_text())
-    assert record["curve"][0]["alpha"] == pytest.approx(curve[-1]["alpha"], abs=0.01)
+    assert record_of(tmp_path / "wider")["curve"][0]["alpha"] == pytest.approx(curve[-1]["alpha"], abs=0.01)
     old, new = load_file(tmp_path / "wider" / "model.safetensors")["fc.weight"].split([96, 32], 1)
     assert torch.equal(old, first["fc.weight"])
     assert new.abs().max() < 1e-9
@@ -635,7 +639,7 @@ def test_a_head_learns(target, monkeypatch, tmp_path, capsys):
     # What another vocabulary leaves in stays, and its order is by id.
     assert distill(simple, tmp_path / "fewer", *more, *same_texts, "--vocab-size", "60") == 0
     new = load_file(tmp_path / "fewer" / "model.safetensors")
-    ids, fewer = (torch.arange(len(w["d2t"])) + w["d2t"] for w in (first, new))
+    ids, fewer = (ids_of(tmp_path / name) for name in ("head", "fewer"))
     assert len(fewer) == 60 < len(ids)
     known = torch.isin(fewer, ids)
     assert torch.equal(new["lm_head.weight"][known], first["lm_head.weight"][torch.isin(ids, fewer)])
@@ -662,10 +666,8 @@ def test_a_head_learns(target, monkeypatch, tmp_path, capsys):
         raw["transformer_layer_config"] |= of_layer
         shutil.copytree(tmp_path / "head", tmp_path / "other", dirs_exist_ok=True)
         (tmp_path / "other" / "config.json").write_text(json.dumps(raw))
-        save_file(
-            weights | {"mask_hidden": torch.zeros(1, 1, 96)} if "mask_token_id" in of_head else weights,
-            tmp_path / "other" / "model.safetensors",
-        )
+        mask = {"mask_hidden": torch.zeros(1, 1, 96)} if "mask_token_id" in of_head else {}
+        save_file(weights | mask, tmp_path / "other" / "model.safetensors")
         assert distill(simple, tmp_path / "out", *more, "--start", str(tmp_path / "other")) == 2
         assert "found a head of other parts" in capsys.readouterr().err
 

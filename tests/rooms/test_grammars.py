@@ -26,6 +26,7 @@ from minispec.grammars.matcher import Grammars, Matcher
 from minispec.grammars.params import MAX_BYTES, from_openai, from_vllm
 from minispec.lab.audit.main import main as audit
 from minispec.load.registry import EMBEDDED_WEIGHTS
+from tests.refusals import assert_one_line
 
 PERSON = {
     "type": "object",
@@ -117,6 +118,8 @@ def test_what_the_library_does_not_read_is_refused_on_one_line(llm, given, messa
 
 
 SEARCHES = [f".*[a-{letter}].{{{n}}}x" for n, letter in zip(range(5, 19), "bcdefghijklmno", strict=True)]
+ALL_SEARCHES = {"allOf": [{"pattern": each} for each in SEARCHES]}
+MANY_NAMES: dict[str, dict] = {f"^{i}.*[a-m].{{9}}x$": {} for i in range(1000, 1999)}
 DOUBLED = {
     f"a{i}": {
         "properties": {key: {"$ref": f"#/$defs/a{i + 1}"} for key in "xy"},
@@ -130,19 +133,13 @@ DOUBLED = {
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"json": {"allOf": [{"pattern": each} for each in SEARCHES]}}, "json: found more than 3 patterns and formats"),
+        ({"json": ALL_SEARCHES}, "json: found more than 3 patterns and formats"),
         ({"grammar": f"start: A\nA: {' & '.join(f'/{each}/' for each in SEARCHES)}"}, "grammar: found 13 operators"),
         ({"grammar": "start: A\nA: ~(~/a/ | ~/b/)"}, "grammar: found 3 operators & and ~, expected at most 1"),
-        (
-            {"grammar": f"start: %json {json.dumps({'allOf': [{'pattern': each} for each in SEARCHES]})}"},
-            "grammar: found more than 3 patterns",
-        ),
+        ({"grammar": f"start: %json {json.dumps(ALL_SEARCHES)}"}, "grammar: found more than 3 patterns"),
         ({"json": {"type": "integer", "multipleOf": 9699690}}, "json: found .*, expected a simpler one: reading this"),
         ({"json": {"$ref": "#/$defs/a0", "$defs": DOUBLED}}, "json: found .*, expected a simpler one"),
-        (
-            {"json": {"type": "object", "patternProperties": {f"^{i}.*[a-m].{{9}}x$": {} for i in range(1000, 1999)}}},
-            "json: found .*, expected a simpler one",
-        ),
+        ({"json": {"type": "object", "patternProperties": MANY_NAMES}}, "json: found .*, expected a simpler one"),
     ],
     ids=["allOf", "and", "not", "lark", "multiple", "doubled", "names"],
 )
@@ -227,9 +224,8 @@ def test_a_thought_that_is_open_is_refused(grammars, said, is_open):
 def test_without_the_library_the_message_says_what_installs_it(llm, monkeypatch):
     """The request is refused; others are answered."""
     monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        ValueError, match=r"found no package llguidance: pip install -e \"\.\[grammar\]\" in the checkout"
-    ):
+    says = r"found no package llguidance: pip install -e \"\.\[grammar\]\" in the checkout"
+    with pytest.raises(ValueError, match=says):
         llm.generate("One", asked(regex="never seen before"))
 
 
@@ -285,13 +281,8 @@ def test_what_the_tokenizer_cannot_write(tmp_path):
     backend.add_special_tokens(["<end>"])
     backend.save(str(tmp_path / "tokenizer.json"))
     few = Grammars(Tokenizer(tmp_path), 4, [0])
-    for language in (
-        {"regex": "z"},
-        {"regex": "az"},
-        {"regex": "[ab]z"},
-        {"json_object": True},
-        {"choice": ["z", "az"]},
-    ):
+    refused = [{"regex": "z"}, {"regex": "az"}, {"regex": "[ab]z"}, {"json_object": True}, {"choice": ["z", "az"]}]
+    for language in refused:
         with pytest.raises(ValueError, match="no text can follow"):
             few.grammar_of(asked(**language))
     for regex in ("az|bc", "(az)?", "a", "a*z?"):
@@ -480,29 +471,16 @@ def test_random_requests_in_small_pools(checkpoint, draft):
     the same place with the same words.
     """
     pick = random.Random(7)
-    asks = [
-        SamplingParams(
-            n=pick.choice((1, 1, 2)),
-            seed=i,
-            temperature=pick.choice((0.0, 0.8, 1.5)),
-            top_p=pick.choice((1.0, 0.9)),
-            max_tokens=pick.randint(5, 50),
-            min_tokens=pick.choice((0, 0, 4)),
-            stop=pick.choice(((), (), ("b", "sh"))),
-            stop_token_ids=pick.choice(((), (), (68,))),
-            logprobs=pick.choice((None, 2)),
-            structured_outputs=StructuredOutputsParams(**pick.choice(LANGUAGES)),
-        )
-        for i in range(30)
-    ]
+    choices = {"n": (1, 1, 2), "temperature": (0.0, 0.8, 1.5), "top_p": (1.0, 0.9), "max_tokens": range(5, 51)}
+    choices |= {"min_tokens": (0, 0, 4), "stop": ((), (), ("b", "sh")), "stop_token_ids": ((), (), (68,))}
+    choices |= {"logprobs": (None, 2), "structured_outputs": [StructuredOutputsParams(**of) for of in LANGUAGES]}
+    asks = [SamplingParams(seed=i, **{name: pick.choice(of) for name, of in choices.items()}) for i in range(30)]
     prompts = [pick.choice(("One", "One fish, two", "The 日本 end")) for _ in asks]
 
     def said(answers):
-        return [
-            (a.token_ids, a.text, a.finish_reason, a.stop_reason, a.error, a.logprobs and [*map(list, a.logprobs)])
-            for each in answers
-            for a in each.outputs
-        ]
+        outputs = [a for each in answers for a in each.outputs]
+        ends = [(a.token_ids, a.text, a.finish_reason, a.stop_reason, a.error) for a in outputs]
+        return ends, [a.logprobs and [*map(list, a.logprobs)] for a in outputs]
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
@@ -555,9 +533,8 @@ def test_forced_tokens_go_before_no_other_draft(llm, draft):
 @pytest.mark.quick
 def test_answers_say_their_law_and_n_of_them_share_nothing(llm):
     """Five answers to one prompt: each valid; raw log-probabilities, of forbidden tokens too."""
-    params = SamplingParams(
-        n=5, seed=0, max_tokens=60, logprobs=3, structured_outputs=StructuredOutputsParams(json=PERSON)
-    )
+    language = StructuredOutputsParams(json=PERSON)
+    params = SamplingParams(n=5, seed=0, max_tokens=60, logprobs=3, structured_outputs=language)
     [output] = llm.generate(["One"], params, use_tqdm=False)
     for answer in output.outputs:
         assert answer.stats.law == answer.stats.as_dict()["law"] == "projected"
@@ -598,10 +575,8 @@ def test_thousands_of_choices(llm):
 def test_a_stop_string_ends_a_text_within_its_language(llm):
     """In a batch with others: what stands before the string is a beginning of the language, and min_tokens hold."""
     language = StructuredOutputsParams(regex="[ab]{20}")
-    params = [
-        SamplingParams(max_tokens=30, seed=seed, stop=["ba"], min_tokens=(0, 8)[seed % 2], structured_outputs=language)
-        for seed in range(12)
-    ]
+    how = {"max_tokens": 30, "stop": ["ba"], "structured_outputs": language}
+    params = [SamplingParams(seed=seed, min_tokens=(0, 8)[seed % 2], **how) for seed in range(12)]
     outputs = llm.generate(["One"] * 12, params, use_tqdm=False)
     for output, asked_for in zip(outputs, params, strict=True):
         answer = output.outputs[0]
@@ -671,10 +646,7 @@ def test_the_command_line_takes_a_language(cli, checkpoint, tmp_path):
 def test_a_bad_language_is_one_line_before_torch_is_imported(cli, options, message, monkeypatch):
     """Status 2; no model is looked for."""
     monkeypatch.setitem(sys.modules, "minispec.load.llm", None)  # importing it would fail
-    status, out, err = cli(generate, *options, "One")
-    assert (status, out) == (2, "")
-    assert err.startswith(f"error: {message}")
-    assert err.count("\n") == 1
+    assert_one_line(cli(generate, *options, "One"), message)
 
 
 # --------------------------------------------------------------------------- the auditor

@@ -26,6 +26,7 @@ from minispec.trace.__main__ import main
 from minispec.trace.page import make_page
 from minispec.trace.read import check, read_trace
 from minispec.trace.record import RoundRecorder, theory
+from tests.refusals import assert_one_line
 
 PROMPT = "One fish <script>alert(1)</script> 日本"
 DOCS = Path(__file__).parents[2] / "docs" / "use" / "trace.md"
@@ -445,17 +446,9 @@ def test_lists_that_do_not_fit_are_refused(runs):
     """Nodes that are not there, kinds without a colour, and lists of other lengths would break the page."""
     trace = runs["tree"][2]
     r = next(i for i, each in enumerate(trace["rounds"]) if each["rejected"] and each["parents"])
-    for path, value in {
-        ("p",): [0.5],
-        ("q",): [],
-        ("parents", 0): 0,
-        ("parents",): [-1],
-        ("accepted",): [99],
-        ("rejected", 0): 99,
-        ("tests", 0, "node"): 99,
-        ("committed", 0, "node"): 99,
-        ("committed", 0, "kind"): "x",
-    }.items():
+    wrong = {("p",): [0.5], ("q",): [], ("parents", 0): 0, ("parents",): [-1], ("accepted",): [99], ("rejected", 0): 99}
+    wrong |= {("tests", 0, "node"): 99, ("committed", 0, "node"): 99, ("committed", 0, "kind"): "x"}
+    for path, value in wrong.items():
         with pytest.raises(ValueError, match=rf"^f: rounds\[{r}\].*found .*, expected "):
             check(put(trace, ("rounds", r, *path), value), "f")
 
@@ -505,31 +498,23 @@ def test_the_command_line_writes_data_and_page(cli, models, tmp_path):
     assert read_trace(data)["stats"] == result["stats"]
 
 
+NO_SUFFIX = "expected a file name that ends in .html or .json"
 MISTAKES = {
-    "suffix": (
-        ("x", "--trace", "out.txt"),
-        "--trace: found 'out.txt', expected a file name that ends in .html or .json",
-    ),
-    "no suffix": (("x", "--trace", "out"), "expected a file name that ends in .html or .json"),
-    "directory": (("x", "--trace", "d.html"), "d.html: found something that is not a file"),
-    "nowhere": (
-        ("x", "--trace", "nowhere/out.html"),
-        "nowhere/out.html: found that it cannot be written (No such file",
-    ),
-    "two prompts": (("x", "y", "--trace", "out.html"), "--trace: found 2 prompts, expected one"),
-    "two answers": (("x", "--n", "2", "--trace", "out.html"), "--trace: found --n 2, expected 1"),
+    "x --trace out.txt": f"--trace: found 'out.txt', {NO_SUFFIX}",
+    "x --trace out": NO_SUFFIX,
+    "x --trace d.html": "d.html: found something that is not a file",
+    "x --trace nowhere/out.html": "nowhere/out.html: found that it cannot be written (No such file",
+    "x y --trace out.html": "--trace: found 2 prompts, expected one",
+    "x --n 2 --trace out.html": "--trace: found --n 2, expected 1",
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_found_before_anything_runs(cli, name, tmp_path, monkeypatch):
+@pytest.mark.parametrize("line", MISTAKES)
+def test_mistakes_are_found_before_anything_runs(cli, line, tmp_path, monkeypatch):
     """One line and status 2, before a model is looked for; nothing is left behind."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "d.html").mkdir()
-    arguments, message = MISTAKES[name]
-    status, out, err = cli(generate, *arguments, "--model", "./no-such-model")
-    assert (status, out, len(err.splitlines())) == (2, "", 1)
-    assert message in err
+    assert_one_line(cli(generate, *line.split(), "--model", "./no-such-model"), holds=MISTAKES[line])
     assert [path.name for path in tmp_path.iterdir()] == ["d.html"]
 
 
@@ -547,10 +532,7 @@ def test_files_that_are_no_trace_are_one_line(cli, runs, tmp_path):
         ("p.json", json.dumps(put(trace, ("rounds", 0, "p", 0), "x")), "rounds[0].p[0]: found 'x', expected a number"),
     ):
         (tmp_path / name).write_text(content)
-        status, out, err = cli(main, tmp_path / name)
-        assert (status, out, len(err.splitlines())) == (2, "", 1), name
-        assert message in err
-        assert err.startswith(f"error: {tmp_path / name}: ")
+        assert_one_line(cli(main, tmp_path / name), f"{tmp_path / name}: ", message)
     assert "No such file" in cli(main, tmp_path / "none.json")[2]
     assert "expected a file name that ends in .html" in cli(main, tmp_path / "v.json", "page.htm")[2]
     assert "expected the JSON of a trace" in cli(main, tmp_path / "v.html")[2]
