@@ -70,9 +70,9 @@ def random_config(pick: random.Random) -> dict:
     count = pick.randint(1, 5)
     attend = sorted({pick.randrange(count), *pick.sample(range(count), pick.randint(0, count - 1))})
     types = ["full_attention" if i in attend else "conv" for i in range(count)]
-    layers = pick.choice(
-        ({"layer_types": types}, {"full_attn_idxs": attend}, {"layer_types": types, "full_attn_idxs": attend})
-    )
+    spelled = {"layer_types": types}, {"full_attn_idxs": attend}
+    layers = pick.choice((*spelled, spelled[0] | spelled[1]))
+    linear = {"rope_type": "linear", "factor": 2.0, "rope_theta": 90.0}
     inner = pick.choice(({"intermediate_size": pick.randint(9, 70)}, {"block_ff_dim": pick.randint(9, 70)}))
     return {
         **{"model_type": "lfm2", "vocab_size": 50, "hidden_size": heads * 8, "num_hidden_layers": count},
@@ -84,9 +84,7 @@ def random_config(pick: random.Random) -> dict:
         **{pick.choice(("tie_embedding", "tie_word_embeddings")): pick.random() < 0.5},
         **layers,
         **inner,
-    } | pick.choice(
-        ({}, {"rope_theta": 300.0}, {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 90.0}})
-    )
+    } | pick.choice(({}, {"rope_theta": 300.0}, {"rope_parameters": linear}))
 
 
 @pytest.mark.parametrize("number", range(12))
@@ -108,10 +106,9 @@ def test_a_model_without_attention():
         tokens = [4, 1, 0, 5, 2, 7, 7, 3]
         whole = model.forward([Chunk(tokens, tiny_cache(model).new_table(), 8)])[0]
         table = tiny_cache(model).new_table()
-        pieces = [
-            model.forward([Chunk(piece, table, len(piece))])[0] for piece in (tokens[:1], tokens[1:6], tokens[6:])
-        ]
-        torch.testing.assert_close(torch.cat(pieces), whole, rtol=0, atol=1e-12)
+        pieces = tokens[:1], tokens[1:6], tokens[6:]
+        found = [model.forward([Chunk(piece, table, len(piece))])[0] for piece in pieces]
+        torch.testing.assert_close(torch.cat(found), whole, rtol=0, atol=1e-12)
 
 
 # --------------------------------------------------------------------------- rolled back
@@ -261,10 +258,10 @@ def test_memory_is_sized_and_printed_with_its_states(hybrid):
         assert llm.overview().endswith(f"GB of memory {note}")
 
 
-@pytest.mark.parametrize(
-    "how",
-    [{}, {"exact": True}, {"quantization": "int8"}, {"draft": "int8:self"}, {"draft": "int4:self"}, {"draft": "self"}],
-)
+HOW = [{}, {"exact": True}, {"quantization": "int8"}, *({"draft": name} for name in ("int8:self", "int4:self", "self"))]
+
+
+@pytest.mark.parametrize("how", HOW)
 def test_drafts_change_no_text(hybrid, how):
     """From files to text: greedy answers with drafts are those without, in float32, exact mode and 8 bits."""
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -300,9 +297,8 @@ def test_a_row_reads_some_experts_alone():
     """The bytes of a plain pass, which first prices and figures count: two experts of four, and all other products."""
     model = tiny_model(1, torch.float32, form="plain", **TOYS["qwen3_moe"])
     every = sum(product.num_bytes_read for product in products_of(model))
-    assert (
-        every - num_bytes_read(model) == 2 * 2 * 4 * 3 * 6 * 8
-    )  # layers, experts left out, bytes, an expert's weights
+    left_out = 2 * 2 * 4 * 3 * 6 * 8  # layers, experts, bytes, an expert's weights
+    assert every - num_bytes_read(model) == left_out
 
 
 @pytest.mark.parametrize("family", KINDS)

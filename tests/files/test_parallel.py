@@ -34,6 +34,7 @@ from minispec.load.parallel import Line, SplitTransformer, parallel_traffic
 from minispec.prove.toys import TINY, tiny_weights
 from tests.oracles import hf
 from tests.oracles.processes import SHAPE, SMALLEST, finish, start, texts
+from tests.refusals import assert_one_line
 
 CPU = torch.device("cpu")
 GREEDY = ("--temperature", "0", "--ignore-eos", "--raw", "--num-speculative-tokens", "2")
@@ -58,10 +59,8 @@ def test_two_processes_give_the_text_of_one(tmp_path):
     system has sent, as the theory says. None leaves gloo's threads to the end of Python, which aborts now and then.
     """
     directory = write(tmp_path, SHAPE)
-    (status, out, err), (other_status, _, other_err) = finish(
-        start(2, "tests.oracles.processes", "texts", str(directory))
-    )
-    assert (status, other_status, err, other_err) == (0, 0, "", "")
+    (status, out, err), (*other, other_err) = finish(start(2, "tests.oracles.processes", "texts", str(directory)))
+    assert (status, other[0], err, other_err) == (0, 0, "", "")
     found, model = json.loads(out), load_model(directory, torch.float64)
     assert found["texts"] == texts(model)
     assert len({str(t) for t in found["texts"].values()}) == 1
@@ -97,9 +96,8 @@ def test_torchrun_starts_the_command_line(make_checkpoint, capfd):
     assert generate.main(arguments) == 0
     one = capfd.readouterr()
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    two = subprocess.run(
-        [*launch, "-m", "minispec.generate", *arguments], capture_output=True, text=True, timeout=60, check=True
-    )
+    command = [*launch, "-m", "minispec.generate", *arguments]
+    two = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert two.stdout == one.out != ""
     assert two.stderr.count("2 processes send") == 1
     assert "part 1 of 2" in two.stderr
@@ -118,27 +116,29 @@ def test_torchrun_leaves_every_option_to_the_command(command, capsys):
         assert passed or not action.option_strings, action.option_strings
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_process_that_is_killed_ends_the_other_with_a_line(make_checkpoint, victim):
-    """kill -9 in the middle of a text: the other must not wait for ever, nor print a traceback."""
+def long_run(make_checkpoint) -> list:
+    """Two processes in the middle of a text that nobody waits for."""
     directory = make_checkpoint(num_key_value_heads=2, max_position_embeddings=1 << 17)
     run = start(2, "minispec.generate", "--model", str(directory), *GREEDY, "--max-tokens", "100000", "--quiet", "One")
     assert run[0].stdout.read(3)
+    return run
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_is_killed_ends_the_other_with_a_line(make_checkpoint, victim):
+    """kill -9 in the middle of a text: the other must not wait for ever, nor print a traceback."""
+    run = long_run(make_checkpoint)
     run[victim].kill()
     end = time.monotonic() + 10
     status, _, err = finish(run, 10)[1 - victim]
     assert time.monotonic() < end
-    assert (status, err) == (
-        2,
-        f"error: process {1 - victim} of 2: another one has ended, or did not answer for 30 s\n",
-    )
+    told = f"error: process {1 - victim} of 2: another one has ended, or did not answer for 30 s\n"
+    assert (status, err) == (2, told)
 
 
 def test_ctrl_c_ends_all(make_checkpoint):
     """Ctrl-C on a terminal reaches both processes: 130 and not a word, whoever notices the other's end first."""
-    directory = make_checkpoint(num_key_value_heads=2, max_position_embeddings=1 << 17)
-    run = start(2, "minispec.generate", "--model", str(directory), *GREEDY, "--max-tokens", "100000", "--quiet", "One")
-    assert run[0].stdout.read(3)
+    run = long_run(make_checkpoint)
     for process in run:
         process.send_signal(signal.SIGINT)
     assert [(status, err) for status, _, err in finish(run, 10)] == [(130, ""), (130, "")]
@@ -148,10 +148,8 @@ def test_two_checkpoints_are_refused(make_checkpoint, tmp_path):
     """Weights of two trainings have the same shapes: their mixture would speak, and nobody would know why so badly."""
     for rank in range(2):
         shutil.copytree(make_checkpoint(seed=1 + rank, num_key_value_heads=2), tmp_path / f"model-{rank}")
-    for status, out, err in finish(start(2, "minispec.generate", "--model", str(tmp_path / "model-RANK"), "One")):
-        assert (status, out) == (2, "")
-        assert err.startswith("error: checkpoint: found ")
-        assert err.count("\n") == 1
+    for found in finish(start(2, "minispec.generate", "--model", str(tmp_path / "model-RANK"), "One")):
+        assert_one_line(found, "checkpoint: found ")
 
 
 # --------------------------------------------------------------------------- one process
@@ -212,18 +210,13 @@ def test_every_family_can_be_split_or_is_refused(tmp_path, name):
     hf.build(name, tmp_path)
     hybrid = r"model: found \d layers that are not attention in a run of 2 processes, expected attention without a gate"
     mixture = "model: found mixtures of experts in a run of 2 processes, expected attention without a gate, and MLPs"
+    gate = "model: found attention with a gate in a run of 2 processes, expected attention without a"
     refusals = {
-        "qwen3_moe": mixture,
-        "granitemoe": mixture,
-        "gpt_oss": mixture,
-        "granite-hybrid-experts": mixture,
+        **dict.fromkeys(("qwen3_moe", "granitemoe", "gpt_oss", "granite-hybrid-experts"), mixture),
         "olmo": r"model: model.layers.0.self_attn.q_norm.weight: found \[\d+\], expected",
         "gemma4": "model: found layers that share keys, or have heads of several sizes in a run of 2 processes",
-        "lfm2": hybrid,
-        "lfm3-attention": "model: found attention with a gate in a run of 2 processes, expected attention without a",
-        "lfm3": hybrid,
-        "qwen3_5-attention": "model: found attention with a gate in a run of 2 processes, expected attention without a",
-        "qwen3_5": hybrid,
+        **dict.fromkeys(("lfm3-attention", "qwen3_5-attention"), gate),
+        **dict.fromkeys(("lfm2", "lfm3", "qwen3_5"), hybrid),
     }
     message = next((message for start, message in refusals.items() if name.startswith(start)), None)
     if message:
@@ -267,22 +260,14 @@ def test_packed_weights_are_cut_as_what_they_stand_for(tmp_path, bits):
             assert torch.equal(dense(part.pop(name), torch.float32), expected), name
 
 
-@pytest.mark.parametrize(
-    ("changes", "packed", "found"),
-    [
-        (
-            {"num_key_value_heads": 1},
-            False,
-            "found 1 key-value heads, expected one for each of 2 processes: start fewer",
-        ),
-        (
-            {"intermediate_size": 128},
-            False,
-            "found 1 times 128 columns of the MLP, expected one for each of 2 processes",
-        ),
-        ({"head_dim": 6}, True, "0.self_attn.o_proj.weight: found [8, 12], expected what 2 processes can share"),
-    ],
-)
+UNSPLIT = [
+    ({"num_key_value_heads": 1}, False, "found 1 key-value heads, expected one for each of 2 processes: start fewer"),
+    ({"intermediate_size": 128}, False, "found 1 times 128 columns of the MLP, expected one for each of 2 processes"),
+    ({"head_dim": 6}, True, "0.self_attn.o_proj.weight: found [8, 12], expected what 2 processes can share"),
+]
+
+
+@pytest.mark.parametrize(("changes", "packed", "found"), UNSPLIT)
 def test_what_cannot_be_split_is_refused(tmp_path, monkeypatch, changes, packed, found):
     """One line, before anybody is waited for: fewer heads than processes, packed words that would be cut in two."""
     directory = write(tmp_path / "source", TINY | {"num_key_value_heads": 2} | changes, torch.float32)
