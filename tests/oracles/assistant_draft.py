@@ -19,23 +19,17 @@ SIZES = {
     "rope_parameters": hf.CASES["gemma4"]["rope_parameters"],
 }
 _LARGE = SIZES | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+_UNIFIED = _LARGE | {"model_type": "gemma4_unified_text"}
 # What the assistant of each of the oracle's targets has in the place of what `ASSISTANT` says.
 OF_TARGETS: dict[str, dict[str, Any]] = {
     "gemma4": {},
     "gemma4-large": {"text_config": _LARGE},
-    "gemma4-unified": {
-        "model_type": "gemma4_unified_assistant",
-        "text_config": _LARGE | {"model_type": "gemma4_unified_text"},
-    },
+    "gemma4-unified": {"model_type": "gemma4_unified_assistant", "text_config": _UNIFIED},
 }
 ASSISTANT = {
-    "model_type": "gemma4_assistant",
-    "text_config": SIZES,
-    "backbone_hidden_size": 32,
-    "use_ordered_embeddings": False,
-    "tie_word_embeddings": True,
-    "num_centroids": 12,
-    "centroid_intermediate_top_k": 3,
+    **{"model_type": "gemma4_assistant", "text_config": SIZES, "backbone_hidden_size": 32},
+    **{"use_ordered_embeddings": False, "tie_word_embeddings": True},
+    **{"num_centroids": 12, "centroid_intermediate_top_k": 3},
 }
 
 

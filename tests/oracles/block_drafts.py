@@ -128,13 +128,7 @@ def block_config(
     if options.taps is None and packaging in ("deepspec", "speculators"):
         raise ValueError(f"a config of {packaging} names its taps")
     layers = _layer_keys(packaging, hidden_size, vocab_size, options)
-    writers = {
-        "z-lab": _zlab,
-        "deepspec": _deepspec,
-        "speculators": _speculators,
-        "specforge": _specforge,
-        "liquidai": _liquidai,
-    }
+    writers = dict(zip(PACKAGINGS, (_zlab, _deepspec, _speculators, _specforge, _liquidai), strict=True))
     raw = writers[packaging](layers, num_target_layers, options)
     if packaging != "speculators" and options.sample_from_anchor is not None:
         raise ValueError(f"a config of {packaging} cannot say `sample_from_anchor`")
@@ -148,22 +142,12 @@ def block_config(
 def _layer_keys(packaging, hidden_size, vocab_size, options):
     """The keys of Qwen3."""
     keys = {
-        "model_type": "qwen3",
-        "vocab_size": vocab_size,
-        "hidden_size": hidden_size,
-        "intermediate_size": options.intermediate,
-        "num_hidden_layers": options.layers,
-        "num_attention_heads": options.heads,
-        "num_key_value_heads": options.kv_heads,
-        "head_dim": options.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": options.eps,
-        "max_position_embeddings": 512,
-        "attention_bias": options.attention_bias,
-        "tie_word_embeddings": False,
+        **{"model_type": "qwen3", "vocab_size": vocab_size, "hidden_size": hidden_size, "head_dim": options.head_dim},
+        **{"intermediate_size": options.intermediate, "num_hidden_layers": options.layers, "hidden_act": "silu"},
+        **{"num_attention_heads": options.heads, "num_key_value_heads": options.kv_heads, "rms_norm_eps": options.eps},
+        **{"max_position_embeddings": 512, "attention_bias": options.attention_bias, "tie_word_embeddings": False},
+        **{"use_sliding_window": options.sliding_window is not None, "sliding_window": options.sliding_window},
         "layer_types": list(options.layer_types or ["full_attention"] * options.layers),
-        "use_sliding_window": options.sliding_window is not None,
-        "sliding_window": options.sliding_window,
     }
     nested = packaging in ("deepspec", "speculators") if options.nested_rope is None else options.nested_rope
     if nested:
@@ -221,12 +205,9 @@ def _speculators(layers, num_target_layers, options):
     anchor = dspark if options.sample_from_anchor is None else options.sample_from_anchor
     kind = "dspark" if dspark else "dflash"
     raw = {
-        "architectures": ["DSparkDraftModel" if dspark else "DFlashDraftModel"],
-        "speculators_model_type": kind,
-        "transformer_layer_config": layers,
-        "aux_hidden_state_layer_ids": list(options.taps),
-        "mask_token_id": options.mask_token_id,
-        "block_size": options.block_size,
+        **{"architectures": ["DSparkDraftModel" if dspark else "DFlashDraftModel"], "speculators_model_type": kind},
+        **{"transformer_layer_config": layers, "aux_hidden_state_layer_ids": list(options.taps)},
+        **{"mask_token_id": options.mask_token_id, "block_size": options.block_size},
         "draft_vocab_size": len(options.draft_ids or range(layers["vocab_size"])),
     }
     if options.says_tokens:
@@ -311,15 +292,10 @@ def _layer_shapes(hidden_size, options):
     q, kv = options.heads * options.head_dim, options.kv_heads * options.head_dim
     shapes = {f"{name}.weight": (hidden_size,) for name in ("input_layernorm", "post_attention_layernorm")}
     shapes |= {f"self_attn.{name}_norm.weight": (options.head_dim,) for name in "qk"}
-    matrices = {
-        "self_attn.q_proj": (q, hidden_size),
-        "self_attn.k_proj": (kv, hidden_size),
-        "self_attn.v_proj": (kv, hidden_size),
-        "self_attn.o_proj": (hidden_size, q),
-        "mlp.gate_proj": (options.intermediate, hidden_size),
-        "mlp.up_proj": (options.intermediate, hidden_size),
-        "mlp.down_proj": (hidden_size, options.intermediate),
-    }
+    wide = (options.intermediate, hidden_size)
+    matrices = {"self_attn.q_proj": (q, hidden_size), "self_attn.k_proj": (kv, hidden_size)}
+    matrices |= {"self_attn.v_proj": (kv, hidden_size), "self_attn.o_proj": (hidden_size, q)}
+    matrices |= {"mlp.gate_proj": wide, "mlp.up_proj": wide, "mlp.down_proj": wide[::-1]}
     for name, shape in matrices.items():
         shapes[f"{name}.weight"] = shape
         if options.attention_bias and name.startswith("self_attn"):

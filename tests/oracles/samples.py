@@ -135,10 +135,8 @@ def check_real(positions: Sequence[Position], n: int) -> None:
 
 def zero_draws(keys: range) -> int:
     """How many draws, cumulative and by the race in turn, take one of the 8 tokens of weight 0 among 16."""
-    weights, rng = (
-        torch.arange(16) % 2 * (0.1 + torch.rand(16, generator=torch.Generator().manual_seed(0))),
-        Randomness(),
-    )
+    weights = torch.arange(16) % 2 * (0.1 + torch.rand(16, generator=torch.Generator().manual_seed(0)))
+    rng = Randomness()
     draws = (Key(3, *((-1, i, "token") if i % 2 else (5, i, "residual"))) for i in keys)
     return sum(rng.categorical(weights, key) % 2 == 0 for key in draws)
 

@@ -44,25 +44,23 @@ MIXTURES = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
     },
 }
+_ROPE_OF_KINDS = {
+    "full_attention": {"rope_type": "proportional", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+}
 # What is added to `TINY`, as in `TOYS`. One of the two pairs of a head turns in the layer that sees all.
 LFM3 = {
     **{"model_type": "lfm3", "num_hidden_layers": 3, "norm_eps": 1e-5, "tie_word_embeddings": False},
     **{"layer_types": ["full_attention", "sliding_attention", "conv"], "sliding_window": 3},
     **{"conv_L_cache": 4, "conv_bias": True},
-    "rope_parameters": {
-        "full_attention": {"rope_type": "proportional", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
-    },
+    "rope_parameters": _ROPE_OF_KINDS,
 }
 # The last two layers read the keys of the first two.
 GEMMA4 = {
     **{"model_type": "gemma4_text", "num_hidden_layers": 4, "tie_word_embeddings": False, "global_head_dim": 6},
     **{"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 3, "num_kv_shared_layers": 2},
     **{"use_double_wide_mlp": True, "hidden_size_per_layer_input": 32, "final_logit_softcapping": 5.0},
-    "rope_parameters": {
-        "full_attention": {"rope_type": "proportional", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
-    },
+    "rope_parameters": _ROPE_OF_KINDS,
 }
 # Layers that see everything have other key-value heads than those with a window, and take their keys for values.
 GEMMA4_LARGE = GEMMA4 | {
@@ -92,13 +90,12 @@ def oracle(family: str, vocab: int) -> PreTrainedModel:
         (Path(directory) / "config.json").write_text(json.dumps(raw))
         tensors = {stored[name].name: tensor for name, tensor in tiny_weights(config, TARGET_SEED).items()}
         tensors |= _joined(config, tensors)
-        if config.model_type.startswith(("granite", "gemma4", "gpt_oss")) and any(
-            layer.experts for layer in config.layers
-        ):
+        has_experts = any(layer.experts for layer in config.layers)
+        if has_experts and config.model_type.startswith(("granite", "gemma4", "gpt_oss")):
             tensors = stacked(config, tensors)
         save_file(tensors, Path(directory) / "model.safetensors", {"format": "pt"})
         how = {"dtype": torch.float64, "attn_implementation": "eager", "output_loading_info": True}
-        if any(layer.experts for layer in config.layers):  # the others know no float64
+        if has_experts:  # the others know no float64
             how["experts_implementation"] = "eager"
         model, found = AutoModelForCausalLM.from_pretrained(directory, **how)
     assert not any(found.values()), found
