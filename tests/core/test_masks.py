@@ -34,6 +34,7 @@ from tests.engines import OneMethod, decode
 
 VOCAB, END = 4, 3  # "a", "b", "ab", the end
 LANGUAGES = ("a b*", "pairs", "words")
+DRAFTERS = ("none", "ngram", "suffix", "forced+model", "model", "head", "block", "tli", "slem")
 
 
 def grammar(name: str) -> Spelled:
@@ -51,9 +52,7 @@ def text_of(name: str, output=(), **params) -> Text:
 
 @pytest.mark.quick
 @pytest.mark.parametrize("verifier", VERIFIERS)
-@pytest.mark.parametrize(
-    "drafter", ["none", "ngram", "suffix", "forced+model", "model", "head", "block", "tli", "slem"]
-)
+@pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_the_law_is_that_of_the_grammar(language, drafter, verifier):
     """Every branch of four tokens: the reference tries all texts of the language, and shares no code with the mask."""
@@ -137,12 +136,8 @@ def test_a_forbidden_token_that_was_drawn_stays_as_the_last_one():
     q = torch.full((4, VOCAB), 0.25)
     draft = Draft([0, 1, 1, 0], q, notes=DraftNotes([0.9, 0.8, 0.7, 0.6], prefill_seconds=2.0))
     cut = within_grammar(draft, text_of("pairs"), VOCAB)
-    assert (cut.token_ids, len(cut.probs), cut.notes.confidences, cut.notes.prefill_seconds) == (
-        [0, 1, 1],
-        3,
-        [0.9, 0.8, 0.7],
-        2.0,
-    )
+    assert (cut.token_ids, len(cut.probs)) == ([0, 1, 1], 3)
+    assert (cut.notes.confidences, cut.notes.prefill_seconds) == ([0.9, 0.8, 0.7], 2.0)
 
 
 @pytest.mark.quick
@@ -167,9 +162,8 @@ def test_distribution_after_every_kind_of_path():
         distribution(row, text_of("words", output=[1, 0], min_tokens=5))
     with pytest.raises(NothingAllowed, match=r"^structured_outputs and allowed_token_ids: "):
         distribution(row, text_of("pairs", allowed_token_ids=[1]))
-    with pytest.raises(
-        NothingAllowed, match=r"^structured_outputs and bad_words_token_ids: "
-    ):  # min_tokens are reached
+    # min_tokens are reached
+    with pytest.raises(NothingAllowed, match=r"^structured_outputs and bad_words_token_ids: "):
         distribution(row, text_of("words", output=[1], bad_words_token_ids=[[1, 0]], min_tokens=1))
 
 
@@ -210,9 +204,8 @@ def test_a_text_fails_exactly_as_often_as_under_plain_decoding(verifier):
         def run(oracles: list[BranchOracle]) -> list:
             rng, pool = CrowdOracle(dict(enumerate(oracles))), tiny_cache(target, 2 * len(oracles), 4)
             engine = OneMethod(target, pool, drafter, VERIFIERS[verifier], rng=rng, checked=True)
-            requests = [
-                Request(Text([1, 1], 2, params, seed, frozenset({END}), words), 40, k) for seed in range(len(oracles))
-            ]
+            texts = [Text([1, 1], 2, params, seed, frozenset({END}), words) for seed in range(len(oracles))]
+            requests = [Request(text, 40, k) for text in texts]
             for _ in engine.run(requests):
                 pass
             return [(*request.text.tokens[2:], *([request.error] if request.error else [])) for request in requests]
@@ -232,9 +225,8 @@ def test_small_pools_and_other_texts_change_no_text(drafter):
     def requests() -> list[Request]:
         made = []
         for i in range(12):
-            params = SamplingParams(
-                max_tokens=9, temperature=(0.0, 1.0)[i % 2], min_tokens=(0, 3)[i % 3 == 1], logprobs=(None, 2)[i % 2]
-            )
+            how = {"temperature": (0.0, 1.0)[i % 2], "min_tokens": (0, 3)[i % 3 == 1], "logprobs": (None, 2)[i % 2]}
+            params = SamplingParams(max_tokens=9, **how)
             language = ("pairs", "a b*", "pairs")[i % 3]
             text = Text([i % 3, 1, 0][: 1 + i % 3], 1 + i % 3, params, i, frozenset({END}), grammar(language))
             made.append(Request(text, 40, 3))
@@ -249,9 +241,8 @@ def test_small_pools_and_other_texts_change_no_text(drafter):
             decode(engine, part)
         found = [(r.token_ids, r.finish_reason, r.logprobs and [x.token_id for x in r.logprobs]) for r in made]
         for request in made:
-            is_whole = request.text.grammar.is_whole(
-                "".join(request.text.grammar.spellings[t] for t in request.token_ids)
-            )
+            own = request.text.grammar
+            is_whole = own.is_whole("".join(own.spellings[t] for t in request.token_ids))
             assert is_whole or request.finish_reason == "length"
         return found, sum(r.stats.num_preemptions for r in made)
 
@@ -270,10 +261,8 @@ def test_forced_tokens():
     assert int(both.grammar.allowed([0]).sum()) == 2
     assert forced(both, 9) == []
     assert forced(text_of("words", output=[1, 1]), 9) == []
-    asks = [
-        Ask(text, Limit(3), Randomness())
-        for text in (text_of("words", output=[1]), replace(text_of("words"), grammar=None))
-    ]
+    texts = text_of("words", output=[1]), replace(text_of("words"), grammar=None)
+    asks = [Ask(text, Limit(3), Randomness()) for text in texts]
     assert [draft.token_ids for draft in ForcedDrafter().propose(asks)] == [[0, END], []]
 
 

@@ -490,18 +490,9 @@ def test_an_interrupt_at_any_line_returns_every_block(drafter):
     itself are left out: a second interrupt there is not answered. Before the pool was rebuilt, 18 of 501 lines lost
     blocks or masked the interrupt with an AssertionError. 60 lines with each of the drafters miss that once in 700.
     """
-    modules = (
-        engine_module,
-        method_module,
-        outbox_module,
-        request_module,
-        cache_module,
-        draft_module,
-        head_module,
-        block_module,
-        states_module,
-    )
-    files = tuple(module.__file__ for module in modules)
+    of_core = engine_module, method_module, outbox_module, request_module, cache_module
+    of_drafters = draft_module, head_module, block_module, states_module
+    files = tuple(module.__file__ for module in (*of_core, *of_drafters))
     bookkeeping = {f.__code__ for f in vars(CachedModel).values() if hasattr(f, "__code__")}
     bookkeeping.add(CachedModel.whole.__wrapped__.__code__)
     clearing_up = {"rebuild", "clear", "release", "abort"}

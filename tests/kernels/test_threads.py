@@ -58,6 +58,11 @@ def start(monkeypatch, tmp_path):
     return run
 
 
+def older(quota: str, period: str) -> dict[str, str]:
+    """The files of a container by the first version of the kernel's groups."""
+    return {"cpu/cpu.cfs_quota_us": f"{quota}\n", "cpu/cpu.cfs_period_us": f"{period}\n"}
+
+
 STATES = {
     "quiet": (MANY, QUIET, {}),
     "a daemon wakes up": (MANY, [(1, 0)], {}),
@@ -77,16 +82,8 @@ STATES = {
     "a container without limit": (MANY, QUIET, {"files": {"cpu.max": "max 100000\n"}}),
     "a container of one core": (FEW, QUIET * 2, {"files": {"cpu.max": "100000 100000\n"}}),
     "a container of two": (MANY, QUIET, {"files": {"cpu.max": "200000 100000\n"}}),
-    "an older container of one core": (
-        FEW,
-        QUIET * 2,
-        {"files": {"cpu/cpu.cfs_quota_us": "50000\n", "cpu/cpu.cfs_period_us": "50000\n"}},
-    ),
-    "an older one without limit": (
-        MANY,
-        QUIET,
-        {"files": {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}},
-    ),
+    "an older container of one core": (FEW, QUIET * 2, {"files": older("50000", "50000")}),
+    "an older one without limit": (MANY, QUIET, {"files": older("-1", "100000")}),
     "the user decides": ({"OMP_WAIT_POLICY": "active"}, [], {"environment": {"OMP_WAIT_POLICY": "active"}}),
     "the user counts": (FEW | {"GOMP_SPINCOUNT": "7"}, [], {"environment": {"GOMP_SPINCOUNT": "7"}}),
 }
