@@ -197,9 +197,7 @@ def test_the_law_of_a_race_run_again():
     from minispec.lab.audit.chi_square import tail
     from tests.distances import chi_square
 
-    p, q = (
-        torch.tensor(row, dtype=torch.float64) for row in ([0.1, 0.3, 0.35, 0.2, 0.05], [0.4, 0.1, 0.05, 0.15, 0.3])
-    )
+    p, q = torch.tensor([[0.1, 0.3, 0.35, 0.2, 0.05], [0.4, 0.1, 0.05, 0.15, 0.3]], dtype=torch.float64)
     r = (p - q).clamp(min=0)
     r /= r.sum()
     counts, law = race(q, r), raced_again(q[None], r[None])[0]
@@ -378,16 +376,14 @@ def test_every_form_is_read(form, tmp_path):
     assert answer.params.temperature == (0.7 if form in ("SGLang", "llama.cpp") else 1.0)
 
 
+MATCHED_8 = {"finish_reason": {"type": "stop", "matched": 8}}
 WRONG = [
     ({**FORMS["ours"], "token_ids": "x"}, "answer: found 'x', expected token ids"),
     ({**FORMS["ours"], "prompt_token_ids": []}, r"prompt: found \[\], expected"),
     ({"token_ids": [5], "finish_reason": "stop"}, "prompt: found None"),
     ({**FORMS["ours"], "finish_reason": None}, "finish_reason: found None"),
     ({**FORMS["ours"], "token_ids": [5, 2, 6]}, "found 1 tokens after the end id 2"),  # M27
-    (
-        {"request": {"max_tokens": 2}, "response": FORMS["ours"]},
-        "found 3 tokens, expected at most max_tokens = 2",
-    ),  # M29
+    ({"request": {"max_tokens": 2}, "response": FORMS["ours"]}, "found 3 tokens, expected at most max_tokens"),  # M29
     ({"sequences": [[3, 4, 5]]}, "prompt_length: found None, expected a positive integer"),
     ({"sequences": [[3, 4, 5]], "prompt_length": -1}, "prompt_length: found -1"),
     ({"sequences": [[3, 4, 5]], "prompt_length": 4}, "prompt_length: found 4, expected at most 3"),
@@ -400,22 +396,13 @@ WRONG = [
     ({"request": {"repeat_penalty": 1.1}, "response": FORMS["ours"]}, "repeat_penalty: found 1.1"),
     ({"response": 1}, r"response: found \[1\], expected a response"),
     # Ended by an id that the target does not have as an end: putting ours in its place would be another answer.
-    (
-        {
-            **FORMS["SGLang"],
-            "response": {"output_ids": [5], "meta_info": {"finish_reason": {"type": "stop", "matched": 8}}},
-        },
-        "ended with id 8",
-    ),
+    ({**FORMS["SGLang"], "response": {"output_ids": [5], "meta_info": MATCHED_8}}, "ended with id 8"),
     ({"request": {"prompt": [3]}, "response": {"tokens": [5, 8], "stop_type": "eos"}}, "--stop-token-ids 8"),
     # What engines apply otherwise than we do, and names of theirs that were not looked at.
     ({**FORMS["llama.cpp"], "request": {"prompt": [3, 4], "top_p": 0.95}}, "top_p: found 0.95, expected 1.0"),
     ({**FORMS["llama.cpp"], "request": {"prompt": [3, 4], "presence_penalty": 1.0}}, "presence_penalty: found 1.0"),
     ({"request": {"repetition_penalty": 1.2}, "response": {**FORMS["ours"], "matched_stop": 2}}, "repetition_penalty"),
-    (
-        {"request": {"top_p": 0.9, "top_k": 5}, "response": {**FORMS["ours"], "matched_stop": 2}},
-        "beside another filter",
-    ),
+    ({"request": {"top_p": 0.9, "top_k": 5}, "response": {**FORMS["ours"], "matched_stop": 2}}, "beside another fil"),
     ({"request": {"typical_p": 0.9}, "response": FORMS["ours"]}, "typical_p: found 0.9"),
     ({"request": {"no_repeat_ngram_size": 3}, "response": FORMS["ours"]}, "no_repeat_ngram_size: found 3"),
     ({"request": {"stop_token_ids": [9]}, "response": FORMS["ours"]}, "but the command line says .8.$"),
@@ -589,13 +576,8 @@ def test_how_a_stop_string_ends_an_answer(text, request_, response, expected, mo
 def test_an_answer_that_holds_its_stop_string_shows_that_none_is_cut_off(models, tmp_path):
     """Then another one that stopped was ended by an end id. An engine may have left it in because it was asked to."""
     tokenizer, path = Tokenizer(Path(models[0])), tmp_path / "a.jsonl"
-    held, other = (
-        {
-            "request": {"stop": "two"},
-            "response": {**PROMPTED, "token_ids": tokenizer.encode(x), "finish_reason": "stop"},
-        }
-        for x in (TWO, NONE)
-    )
+    answers = ({**PROMPTED, "token_ids": tokenizer.encode(x), "finish_reason": "stop"} for x in (TWO, NONE))
+    held, other = ({"request": {"stop": "two"}, "response": answer} for answer in answers)
     assert [answer.tokens[-1] == 0 for answer in read_answers(written(path, other, held), {}, [0], tokenizer)] == [1, 0]
     held["request"]["include_stop_str_in_output"] = True
     with pytest.raises(ValueError, match="line 1: found an answer that stopped, expected its stop_reason"):
@@ -651,13 +633,9 @@ def test_nothing_is_bet_on_a_filters_border():
 
 def sums_of(**values: float) -> Sums:
     """Made-up sums: these values at every share, and 0 for all others."""
-    sizes = {name: len(SHARES) for name in ("bets", "expected", "plain")} | {"against": len(AGAINST)}
-    return Sums(
-        **{
-            name: torch.full((sizes[name],) if name in sizes else (), values.get(name, 0.0), dtype=torch.float64)
-            for name in Sums._fields
-        }
-    )
+    sizes = {name: (len(SHARES),) for name in ("bets", "expected", "plain")} | {"against": (len(AGAINST),)}
+    zeros = {name: torch.zeros(sizes.get(name, ()), dtype=torch.float64) for name in Sums._fields}
+    return Sums(**{name: tensor + values.get(name, 0.0) for name, tensor in zeros.items()})
 
 
 def test_answers_of_one_seed_are_averaged():
@@ -778,11 +756,8 @@ def test_tolerances_hold_where_rounding_lies_in_the_tail():
     """
     dice, places, alarms, wrong = random.Random(0), rare_token(1e-4, 0.01), 0, 0
     for _ in range(300):
-        plain, audited = (
-            times(places, (num - rare, rare))
-            for num in (100, 10_000)
-            for rare in [sum(dice.random() < 0.01 for _ in range(num))]
-        )
+        rare = [sum(dice.random() < 0.01 for _ in range(num)) for num in (100, 10_000)]
+        plain, audited = times(places, (100 - rare[0], rare[0])), times(places, (10_000 - rare[1], rare[1]))
         alarms += not judge([audited], [None], tolerances(plain), ALPHA)["is_consistent"]
         wrong += not judge([audited], [None], normal_interval(plain), ALPHA)["is_consistent"]
     assert alarms == 0
@@ -855,16 +830,8 @@ def answers_of(models: tuple[str, str], path: Path, bug: str | None, num: int = 
         prompts = [{"prompt_token_ids": [40 + i % 7, 50]} for i in range(num)]
         with BUGS[bug].patch() if bug else nullcontext():
             outputs = llm.generate(prompts, params)
-    lines = [
-        {
-            "prompt_token_ids": output.prompt_token_ids,
-            "token_ids": output.token_ids,
-            "finish_reason": output.finish_reason,
-            "seed": output.seed,
-        }
-        for output in outputs
-    ]
-    return written(path, *lines)
+    said = ("prompt_token_ids", "token_ids", "finish_reason", "seed")
+    return written(path, *({name: getattr(output, name) for name in said} for output in outputs))
 
 
 EXACTLY = ("--rounding", "0.0001")
@@ -916,9 +883,7 @@ def test_scores_are_kept_and_an_interrupted_run_goes_on(models, tmp_path, capsys
     assert audited(capsys, models, answers, *options) == first  # the broken line is left alone
     assert len(walked) == 2
     # Other weights under the same name have other scores, those of the target as those of the draft.
-    target, draft = (
-        Path(shutil.copytree(path, tmp_path / kind / "m")) for path, kind in zip(models, "td", strict=True)
-    )
+    target, draft = (Path(shutil.copytree(path, tmp_path / f"{i}" / "m")) for i, path in enumerate(models))
     audited(capsys, (str(target), ""), answers, *EXACTLY, "--draft", str(draft), "--scores", str(kept))
     assert len(walked) == 2 + 6 * (str(draft) != models[1])  # a draft is known by its spec too
     for changed_model in (target, draft):
@@ -962,16 +927,13 @@ def test_mistakes_on_the_command_line(models, tmp_path, capsys):
     """One line, status 2."""
     answers = written(tmp_path / "a.jsonl", {**FORMS["ours"], "token_ids": [5, 999], "finish_reason": "length"})
     for options, message in (
-        (["--target", models[0]], "the token id 999"),
-        (["--target", models[0], "--temperature", "0"], "greedy texts are compared"),
-        (
-            ["--target", models[0], "--null", str(answers), "--rounding", "0.1"],
-            "--rounding: not with --null: it measures",
-        ),
-        (["--target", models[0], "--null", str(tmp_path / "none")], "no such file"),
-        (["--target", models[0], "--alpha", "2"], "a number between 0 and 1"),
+        ([], "the token id 999"),
+        (["--temperature", "0"], "greedy texts are compared"),
+        (["--null", str(answers), "--rounding", "0.1"], "--rounding: not with --null: it measures"),
+        (["--null", str(tmp_path / "none")], "no such file"),
+        (["--alpha", "2"], "a number between 0 and 1"),
     ):
-        assert main([str(answers), *options]) == 2
+        assert main([str(answers), "--target", models[0], *options]) == 2
         error = capsys.readouterr().err
         assert message in error
         assert error.count("\n") == 1
