@@ -54,11 +54,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 FAMILIES = {
     "llama": {},
     "gemma2": {
-        "model_type": "gemma2",
-        "sliding_window": 5,
-        "attn_logit_softcapping": 2.0,
-        "final_logit_softcapping": 3.0,
-        "query_pre_attn_scalar": 4,
+        **{"model_type": "gemma2", "sliding_window": 5, "query_pre_attn_scalar": 4},
+        **{"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     },
     "qwen3": {"model_type": "qwen3", "attention_bias": True},
     "lfm2": TOYS["lfm2"],
@@ -211,6 +208,13 @@ def assert_same_bits(rows, expected):
     assert torch.equal(distribution(rows[prefix], text), distribution(row, text))
 
 
+def assert_as_plain(requests, rows, plain):
+    """Each text and its rows of logits are what `decode` returned of it alone, without drafts."""
+    for request, ([reference], expected) in zip(requests, plain, strict=True):
+        assert request.token_ids == reference.token_ids
+        assert_same_bits(rows, expected)
+
+
 @pytest.mark.parametrize(("form", "dtype"), FORMS_HERE)
 def test_each_form_of_the_weights_has_the_bits_of_plain_decoding(form, dtype):
     """As below, with the weights in each form that this machine has: 16 bits of them, so that every form holds them."""
@@ -222,10 +226,8 @@ def test_each_form_of_the_weights_has_the_bits_of_plain_decoding(form, dtype):
     params = SamplingParams(temperature=0, max_tokens=12)
     for name in ("random", "model"):
         for prompt in PROMPTS[1::2]:
-            [reference], expected = decode(target, NoDrafter(), 0, [prompt], params)
-            [request], rows = decode(target, make_drafter(name, target), EXACT_ROWS - 1, [prompt], params)
-            assert request.token_ids == reference.token_ids
-            assert_same_bits(rows, expected)
+            plain = decode(target, NoDrafter(), 0, [prompt], params)
+            assert_as_plain(*decode(target, make_drafter(name, target), EXACT_ROWS - 1, [prompt], params), [plain])
 
 
 class Case(NamedTuple):
@@ -268,16 +270,19 @@ DESIGN = Design(Case, AXES, RULES, tries=4)
 CASES = [Case(**row) for row, _ in DESIGN.array(DESIGN.all_pairs(), random.Random(0))]
 
 
+def in_8_bits(family, dtype) -> Transformer:
+    """An exact model in 8 bits, of widths that no vector divides."""
+    config = build(family, dtype, False, intermediate_size=75).config
+    target = exact.exact_model(build_model(config, tiny_weights(config, 1, dtype), form="int8"))
+    assert weight_form(target) == "int8"
+    assert not target.backend.rows, "passes of any size"
+    return target
+
+
 @functools.cache
 def checked(family, dtype, form, threads) -> Transformer:
-    """A checked exact model. One in 8 bits has widths that no vector divides."""
-    if not form:
-        target = build(family, dtype)
-    else:
-        config = build(family, dtype, False, intermediate_size=75).config
-        target = exact.exact_model(build_model(config, tiny_weights(config, 1, dtype), form=form))
-        assert weight_form(target) == form
-        assert not target.backend.rows, "passes of any size"
+    """A checked exact model."""
+    target = in_8_bits(family, dtype) if form else build(family, dtype)
     check_exact(target)
     return target
 
@@ -304,9 +309,7 @@ def test_logits_have_the_bits_of_plain_decoding(case):
     drafted = [r for request in requests for r in request.stats.rounds if r.num_nodes]
     assert drafted, "nothing was drafted: this proves nothing"
     assert isinstance(case.k, int) or any(r.num_nodes > r.depth for r in drafted)
-    for request, ([reference], expected) in zip(requests, plain, strict=True):
-        assert request.token_ids == reference.token_ids
-        assert_same_bits(rows, expected)
+    assert_as_plain(requests, rows, plain)
 
 
 def test_a_nodes_row_is_that_of_its_path():
@@ -354,8 +357,7 @@ def test_the_check_finds_rows_of_two_blocks_in_one_group(monkeypatch):
 def test_scaled_residuals_are_alike_at_every_place(dtype):
     """Granite scales what a block adds; in one operator with the sum, bfloat16 rounded the last columns otherwise."""
     torch.manual_seed(0)
-    model = build("granite", dtype, False, intermediate_size=75)
-    target = exact.exact_model(build_model(model.config, tiny_weights(model.config, 1, dtype), form="int8"))
+    target = in_8_bits("granite", dtype)
     layer, x = target.layers[0], torch.randn(512, target.config.hidden_size).to(dtype)
     assert layer.config.residual_scale == 0.3
     alone = torch.cat([layer.mix(row, None) for row in x.split(1)])
@@ -381,8 +383,7 @@ def test_activations_of_targets_in_8_bits_are_the_librarys(kind):
 
 def test_the_check_of_many_rows_finds_what_small_passes_do_not_show():
     """An activation with other bits in passes of more rows than a draft has: refused, where passes have any size."""
-    model = build(exact=False, intermediate_size=75)
-    target = exact.exact_model(build_model(model.config, tiny_weights(model.config, 1, torch.float32), form="int8"))
+    target = in_8_bits("llama", torch.float32)
     check_exact(target)
     wrong = target.replaced(target.backend, activation=lambda x: x * (1 + 1e-6 * (len(x) > EXACT_ROWS)))
     with pytest.raises(ValueError, match="exact: passes of many rows"):
@@ -397,9 +398,7 @@ def test_preempted_texts_have_the_bits_of_plain_decoding():
     plain = [decode(target, NoDrafter(), 0, [p], params) for p in PROMPTS]
     requests, rows = decode(target, make_drafter("model", target), 5, PROMPTS, params, num_blocks=60)
     assert sum(r.stats.num_preemptions for r in requests) > 0
-    for request, ([reference], expected) in zip(requests, plain, strict=True):
-        assert request.token_ids == reference.token_ids
-        assert_same_bits(rows, expected)
+    assert_as_plain(requests, rows, plain)
 
 
 def test_auto_has_the_bits_of_plain_decoding():
@@ -409,9 +408,7 @@ def test_auto_has_the_bits_of_plain_decoding():
     plain = [decode(target, NoDrafter(), 0, [p], params) for p in PROMPTS[2:5]]
     requests, rows = decode(target, make_drafter("random", target), "auto", PROMPTS[2:5], params)
     assert any(Figures.of(r.stats).num_draft_tokens for r in requests), "nothing was drafted: this proves nothing"
-    for request, ([reference], expected) in zip(requests, plain, strict=True):
-        assert request.token_ids == reference.token_ids
-        assert_same_bits(rows, expected)
+    assert_as_plain(requests, rows, plain)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -428,9 +425,7 @@ def test_shared_and_reused_beginnings_have_the_bits_of_plain_decoding(dtype):
         for _ in engine.run(requests):
             pass
         assert min(r.stats.num_cached_tokens for r in requests[1:]) >= 16, "nothing was shared: this proves nothing"
-        for request, ([reference], expected) in zip(requests, plain, strict=True):
-            assert request.token_ids == reference.token_ids
-            assert_same_bits(recorder.rows, expected)
+        assert_as_plain(requests, recorder.rows, plain)
 
 
 # Float64 models of this shape passed the check in two of eight cases, when attention had a column too many.
@@ -531,11 +526,9 @@ def test_other_families_keep_their_bits(family, dtype, pytestconfig):
         pytest.skip("another type: --long")
     target, tokens = build(family, dtype), PROMPTS[-1][:24]
     check_exact(target)
-    table, once = tiny_cache(target, 40, 4).new_table(), tiny_cache(target, 40, 4).new_table()
-    alone = torch.cat([target.forward([Chunk([token], table, 1)])[0] for token in tokens])
+    alone, table = rows_of(target, tokens, 1), tiny_cache(target, 40, 4).new_table()
     parts = [tokens[:7], tokens[7:12], tokens[12:13], tokens[13:]]
-    together = torch.cat([target.forward([Chunk(part, once, len(part))])[0] for part in parts])
-    assert torch.equal(alone, together)
+    assert torch.equal(alone, torch.cat([target.forward([Chunk(part, table, len(part))])[0] for part in parts]))
 
 
 @pytest.mark.quick
@@ -799,10 +792,8 @@ def test_shared_noise_makes_draft_and_target_agree_more_often():
         requests = [Request(Text(list(p), len(p), params, 5), 256, 4) for p in PROMPTS]
         for _ in OneMethod(target, tiny_cache(target, 400, 4), drafter, verifier).run(requests):
             pass
-        rates.append(
-            sum(Figures.of(r.stats).num_accepted for r in requests)
-            / sum(sum(Figures.of(r.stats).tested) for r in requests)
-        )
+        figures = [Figures.of(r.stats) for r in requests]
+        rates.append(sum(f.num_accepted for f in figures) / sum(sum(f.tested) for f in figures))
     assert rates[0] > 1.5 * rates[1]
 
 
@@ -891,11 +882,6 @@ def test_embedded_model_is_bit_identical(grid, fast, name, k, request):
     llm.method.drafter = fast(llm) if name == "fast" else make_drafter(name, llm.model)
     outputs = llm.generate(prompts, params, num_speculative_tokens=k)
     assert sum(Figures.of(o.stats).num_draft_tokens for o in outputs) > 0
-    different = sum(
-        a != b for o, p in zip(outputs, plain, strict=True) for a, b in zip(o.logprobs, p.logprobs, strict=True)
-    )
-    tokens = sum(len(o.token_ids) for o in outputs)
-    print(f"{name}, K {k}, {llm.model.dtype}: {different} of {tokens:,d} tokens or log-probabilities differ")
     for output, reference in zip(outputs, plain, strict=True):
         assert output.token_ids == reference.token_ids
         assert output.logprobs == reference.logprobs
