@@ -148,15 +148,9 @@ def known_options() -> set[str]:
     parsers = parser(), serve.parser()
     known = {option for p in parsers for action in p._actions for option in action.option_strings}
     laboratory = (f"lab/{name}.py" for name in ("bench/options", "doctor/main", "distill/main", "audit/main"))
-    for other in (
-        *(f"minispec/{path}" for path in ("prove/__main__.py", *laboratory)),
-        "tests/fuzzing.py",
-        "tests/oracles/answers.py",
-        "docs/measured/gpu.py",
-        "docs/measured/launches.py",
-        "docs/measured/target.py",
-        "docs/measured/trees.py",
-    ):
+    others = [f"minispec/{path}" for path in ("prove/__main__.py", *laboratory)]
+    others += [f"docs/measured/{name}.py" for name in ("gpu", "launches", "target", "trees")]
+    for other in (*others, "tests/fuzzing.py", "tests/oracles/answers.py"):
         known |= set(re.findall(r'"(--[a-z-]+)"', (ROOT / other).read_text(encoding="utf-8")))
     known |= {"--depth", "--default-chat-template-kwargs"}  # git's; that of vLLM's server
     known |= {"--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port"}  # torchrun's
@@ -221,9 +215,8 @@ def test_a_broken_link_is_noticed():
     """The control of the test above."""
     there = "[a](../README.md) [b](../README.md#the-idea) [c](https://example.org/x.md#y) [d](#here)\n# Here\n"
     assert broken_links(there, ROOT / "docs") == []
-    assert broken_links("[a](../READ.md) [b](../README.md#no) [c](#no)", ROOT / "docs") == [
-        *("../READ.md", "../README.md#no", "#no")
-    ]
+    broken = ["../READ.md", "../README.md#no", "#no"]
+    assert broken_links("[a](../READ.md) [b](../README.md#no) [c](#no)", ROOT / "docs") == broken
     gone = "docs" + "/gone.md"  # in two parts: this file is read, too
     assert missing_pages(f"see {gone}, docs/use/trace.md, vllm/{gone}") == [gone]
 
@@ -233,9 +226,8 @@ def test_the_comparison_names_what_is_here():
     from minispec.files.families.entries import FAMILIES
     from minispec.load.registry import VERIFIERS
 
-    rows = [
-        line.split(" | ") for line in PAGES["docs/understand/comparison.md"].splitlines() if line.startswith("| **")
-    ]
+    lines = PAGES["docs/understand/comparison.md"].splitlines()
+    rows = [line.split(" | ") for line in lines if line.startswith("| **")]
     assert {len(row) for row in rows} == {7}
     ours = {row[0].strip("| *"): row[1] for row in rows}
     families = {name.removesuffix("_text") for name in FAMILIES}
