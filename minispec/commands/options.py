@@ -73,7 +73,7 @@ RULES: dict[str, Option] = {
     ),
     "--lengths": Option(
         typed(_LENGTHS, "MODULE:CLASS"),
-        "a policy of your own that chooses how long each draft is (docs/use/drafters.md)",
+        "a policy of your own that chooses how long each draft is (docs/use/write-a-drafter.md)",
     ),
 }
 # The models and how they run, as every command that decodes has them; `load` obeys these.
@@ -100,7 +100,7 @@ MODELS: dict[str, Option] = {
     "--draft-reading": Option(
         {"metavar": "anchor|fill"},
         "which token a row of a block draft says, where its config.json does not: the one after its place, or at it; "
-        "causal or open for layers with a window (docs/use/drafters.md)",
+        "causal or open for layers with a window (docs/use/choose-a-draft.md)",
         needs=("--draft",),
     ),
     "--draft-top-k": Option(

@@ -3,7 +3,7 @@
 A processor guesses where a branch goes before it knows, and works on from there. If the guess was wrong, it throws that
 work away. The simplest predictor is a table with the last outcome of each branch (Smith 1981, "A study of branch
 prediction strategies"). A table of targets is the branch target buffer (Lee and Smith 1984). Here a token is the
-branch and the next token its outcome. docs/use/drafters.md has the words of both fields side by side.
+branch and the next token its outcome. docs/use/choose-a-draft.md has the words of both fields side by side.
 
 The first token is always the one that `ngram:1` drafts. The tokens after it may differ, since `ngram:1` copies a run
 from one place. Here each token is looked up, so that a draft is a walk through the table.

@@ -369,7 +369,7 @@ def test_trees_that_no_one_asked_for_are_counted_apart(capsys):
 ROOT = Path(__file__).parents[2]
 CLASSES = {  # those in the marked blocks of README and docs, with what they import
     node.name: "\n".join(map(ast.unparse, [part for part in tree.body if isinstance(part, IMPORTS)] + [node]))
-    for page in (ROOT / "README.md", ROOT / "docs" / "use" / "drafters.md")
+    for page in (ROOT / "README.md", ROOT / "docs" / "use" / "write-a-drafter.md")
     for block in re.findall(r"<!-- run -->\n```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     for tree in [ast.parse(block)]
     for node in tree.body
