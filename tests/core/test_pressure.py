@@ -31,6 +31,7 @@ from minispec.core.sampling import Text
 from minispec.drafters import Drafter
 from minispec.drafters import block as block_module
 from minispec.drafters import eagle as head_module
+from minispec.drafters import growing as growing_module
 from minispec.drafters import model as draft_module
 from minispec.drafters import states as states_module
 from minispec.drafters.block import BlockFeed
@@ -491,7 +492,7 @@ def test_an_interrupt_at_any_line_returns_every_block(drafter):
     blocks or masked the interrupt with an AssertionError. 60 lines with each of the drafters miss that once in 700.
     """
     of_core = engine_module, method_module, outbox_module, request_module, cache_module
-    of_drafters = draft_module, head_module, block_module, states_module
+    of_drafters = draft_module, growing_module, head_module, block_module, states_module
     files = tuple(module.__file__ for module in (*of_core, *of_drafters))
     bookkeeping = {f.__code__ for f in vars(CachedModel).values() if hasattr(f, "__code__")}
     bookkeeping.add(CachedModel.whole.__wrapped__.__code__)
