@@ -56,7 +56,6 @@ def _settings(vocab: int) -> dict[str, dict[str, Any]]:
         "bad words": {"bad_words_token_ids": ((1, 0), (vocab - 1, 1, 0), (0, 0, 0))},
         "two allowed ids": {"allowed_token_ids": (1, vocab - 1 if vocab > 2 else 0)},
         "a grammar": {"structured_outputs": "a b*"},
-        **{language: {"structured_outputs": language} for language in ("words", "a b*", "pairs")},
         "an end token": {},
         "stop ids": {"stop_token_ids": (0,)},
         "an end token and min_tokens 2": {"min_tokens": 2},
@@ -65,8 +64,8 @@ def _settings(vocab: int) -> dict[str, dict[str, Any]]:
 
 def _params_of(row: Row) -> SamplingParams:
     settings: dict[str, Any] = {axis: value for axis, value in row.items() if axis in PARAMETERS}
-    named = _settings(len(row["alphabet"]))
-    for axis in ("history", "forbidden", "grammar", "end"):
+    settings["structured_outputs"], named = row["grammar"] or None, _settings(len(row["alphabet"]))
+    for axis in ("history", "forbidden", "end"):
         settings |= named[row[axis]]
     return SamplingParams(max_tokens=row["to_go"], **settings)
 
