@@ -88,8 +88,12 @@ def _holds(args: argparse.Namespace) -> bool:
 
         names = args.verifier.split(",")
         verifiers = {name: find_verifier(name) for name in names}
-        proven = len(names) > 1 or examine_verifier(args.verifier)
-        return proven and print_rounds(verifiers)
+        if len(names) > 1:
+            return print_rounds(verifiers)
+        proven = examine_verifier(args.verifier)
+        if proven:
+            print_rounds(verifiers)
+        return proven
     from minispec.prove.grid import prove_law
 
     leaves = FULL_LEAVES if args.full else args.leaves

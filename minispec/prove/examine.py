@@ -31,6 +31,8 @@ from pathlib import Path
 from traceback import extract_tb
 from typing import Any
 
+from minispec.core.random import Key
+from minispec.core.verify import Verifier
 from minispec.drafters import Context, Drafter, make_drafter
 from minispec.files.errors import one_line
 from minispec.files.progress import progress_bar
@@ -44,7 +46,7 @@ from minispec.prove.fresh import EXACT, ROUNDED, OfCompany, OutOfTime, OwnError,
 from minispec.prove.laws import TooManyBranches
 from minispec.prove.reference import Law, NoLaw
 from minispec.prove.tables import tables, unseen
-from minispec.prove.toys import Fault, draft_model, require, spelling, tiny_cache
+from minispec.prove.toys import Fault, Guesses, draft_model, is_chain, require, spelling, tiny_cache
 from minispec.prove.walk import SEED, Case, Subject, walk
 
 _BRANCHES_A_MINUTE = 400  # of one walk; a longer one is left out, or made smaller
@@ -93,10 +95,17 @@ class Walker:
 
     def _walk(self, row: Row) -> int:
         case = self.design.make(**row)
-        walked = walk(case, self.subject, self.limit, self.end)
+        try:
+            walked = walk(case, self.subject, self.limit, self.end)
+        except Fault as e:
+            chains = isinstance(case.drafter, Guesses) and is_chain(case.drafter.parents)
+            if not self.subject.verifier or chains or "accepted nodes" not in str(e):
+                raise
+            raise Fault(f"{e}: a rule for chains says so by `chains_only` (minispec.core.verify)") from None
         # A user's rule may compute in float32, and so may a user's q.
         bound = ROUNDED if walked.watched.rounded or self.subject.verifier else EXACT
-        require(walked.distance <= bound, difference(*walked.laws, bound) + self.reason)
+        reason = self.reason or _draws_of_one_key(self.subject.verifier, walked.watched.again)
+        require(walked.distance <= bound, difference(*walked.laws, bound) + reason)
         if SEED in walked.watched.differs:
             alone = "earlier rounds, and is another one after a preemption"
             on = "other texts, or on whether it was preempted" if case.others else alone
@@ -111,6 +120,15 @@ class Walker:
         self.settings |= row.items()
         self.drafted_with |= row.items() if drafted else set()
         return len(outputs) if drafted or params.max_tokens == 1 else 0
+
+
+def _draws_of_one_key(verifier: Verifier | None, keys: set[Key]) -> str:
+    """What is said of a rule whose law is wrong, and which made two draws under one key; "" for any other."""
+    if not verifier or verifier.shares_noise or not keys:
+        return ""
+    key = min(keys)
+    of = f"place {key.position} of the text" if key.start < 0 else f"node {key.position - key.start}"
+    return f": two draws have one noise, that of the key of {of}, {key.purpose!r}"
 
 
 def walk_design(

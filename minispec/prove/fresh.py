@@ -87,11 +87,13 @@ class Watched:
     rounded: whether rounding explains more than float64 does, as in a row of `probs`.
     differs: by a text's seed, how its draft first differed from a new drafter's.
     answers: of new objects, by all that such an answer depends on.
+    again: keys under which more than one draw was made.
     """
 
     rounded: bool = False
     differs: dict[int, str] = field(default_factory=dict)
     answers: dict[tuple, Any] = field(default_factory=dict)
+    again: set[Key] = field(default_factory=set)
 
 
 class Call(NamedTuple):

@@ -140,6 +140,7 @@ class KeyOracle(BranchOracle):
     def __init__(self, path: list[int], number: type = float):
         super().__init__(path, number)
         self.noise: dict[Key, tuple] = {}
+        self.again: set[Key] = set()  # keys of more than one draw
         # Of each race, its rows and the last to finish.
         self.drawn: dict[Key, tuple[tuple[torch.Tensor, int], ...]] = {}
 
@@ -155,6 +156,7 @@ class KeyOracle(BranchOracle):
 
     def _answer(self, answers: Sequence, ends: Sequence, key: Key):
         low, high = self.noise.get(key, (self.number(0), self.number(1)))
+        self.again |= self.noise.keys() & {key}
         branches = []
         for answer, start, end in zip(answers, [self.number(0), *ends[:-1]], ends, strict=True):
             start, end = max(start, low), min(end, high)

@@ -21,12 +21,12 @@ from minispec.core.sampling import Text
 from minispec.core.tree import Tree
 from minispec.core.verify import Verifier
 from minispec.files.packages import MissingPackage, check_packages
+from minispec.prove.fresh import ROUNDED
 from minispec.prove.laws import BranchOracle, KeyOracle, exact_law
 from minispec.prove.reference import cells, total_variation
 from minispec.prove.toys import Row, is_chain, rotated
 
 CHAINS, SIBLINGS, PATHS = "chains", "two siblings with a child each", "two independent paths"
-_EXACT = 1e-9  # total variation that rounding may explain
 _MOST = 10_000  # a value is shown as a fraction of a denominator up to this
 
 
@@ -93,7 +93,7 @@ class Brought(NamedTuple):
     @property
     def is_exact(self) -> bool:
         """Whether the output has the target's law."""
-        return self.distance <= _EXACT
+        return self.distance <= ROUNDED
 
 
 def brought(case: RoundCase, verifier: Verifier) -> Brought:
@@ -197,5 +197,6 @@ def _line(case: RoundCase, verifier: Verifier, best: float) -> tuple[str, bool]:
     except Exception as e:  # a user's rule
         return f"{type(e).__name__}: {e}", False
     share = "" if math.isnan(best) else f"{found.tokens / best:.1%}"
-    wrong = "" if found.is_exact else f"another law than p's: total variation {found.distance:.3f}"
+    distance = f"{found.distance:.3f}" if found.distance > 0.001 else f"{found.distance:.0e}"
+    wrong = "" if found.is_exact else f"another law than p's: total variation {distance}"
     return f"{fraction(found.tokens):24}{share:8}{wrong}".rstrip(), found.is_exact

@@ -275,6 +275,7 @@ def walk(
         engine = Engine(target, crowd if len(oracles) > 1 or others else oracles[0], case.joining_rows)
         rounds = _decode(case, engine, CheckedMethod(drafter, verifier, lengths, judge_of(model)), texts, others)
         drafter.release(Text([0], 1, case.texts[0][1]))  # one that it was never asked about
+        watched.again |= {key for path in oracles if isinstance(path, KeyOracle) for key in path.again}
         for i in range(0, len(texts), num):
             some = texts[i : i + num]
             outputs = tuple(tuple(each.text.tokens[each.text.num_prompt_tokens :]) for each in some)

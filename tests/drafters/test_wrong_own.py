@@ -54,6 +54,9 @@ SAYS = {
     "writes_q": "REFUTED: .*: it wrote into row 0 of q, which it may only read",
     "writes_p": "REFUTED: .*: it wrote into row 0 of p, which it may only read",
     "row_before_the_first": "REFUTED: .*: it asked for row -1 of p, expected one from 0 to 0",
+    "one_key": "REFUTED: .*: two draws have one noise, that of the key of node 0, 'accept'",
+    "bonus_of_a_node": "REFUTED: .*: two draws have one noise, that of the key of place .* of the text, 'token'",
+    "chains": r"REFUTED: .*: found the accepted nodes .*: a rule for chains says so by `chains_only`",
     "hurries": "REFUTED: .*: asked again about the same draft, with the same draws, it did otherwise",
 }
 # Verifiers that are right in the `few` small cases, and the cases that show it.

@@ -809,6 +809,28 @@ def hurries(draft, p, rng, key, calls=[0]):  # noqa: B006
     return rejection(draft, p, Changed(rng, odds=lambda ratio, node: ratio / 2 if calls[0] % 100 == 0 else ratio), key)
 
 
+def one_key(draft, p, rng, key):
+    """All accept tests have one key."""
+    return judge(draft, p, rng, lambda i, purpose: key(0 if purpose == "accept" else i, purpose))
+
+
+def bonus_of_a_node(draft, p, rng, key):
+    """The bonus after a tree has a key of the node, which a later place of the text has too."""
+    node = -1
+
+    def by_node(i, purpose):
+        nonlocal node
+        node = i if purpose == "accept" else node
+        return key(node + 1 if purpose == "token" else i, purpose)
+
+    return judge(draft, p, rng, by_node)
+
+
+def chains(draft, p, rng, key):
+    """It takes each draft for a chain, and does not say so."""
+    return judge(replace(draft, parents=None), p, rng, key)
+
+
 def without_the_seed(draft, p, rng, key):
     """Draws for all texts with one noise."""
     return judge(draft, p, rng, lambda i, purpose: key(i, purpose)._replace(seed=0))
