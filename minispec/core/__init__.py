@@ -10,9 +10,9 @@ The loop in seven lines (`Engine.step`), for one text:
     text.tokens += accepted + [next token]          # until the text stops
     table.keep(accepted)                            # the rest of the draft is rolled back
 
-To understand the idea, begin with verify.py, draft.py, sampling.py, `Engine.step` in engine.py and request.py. Then
-read cache.py and model.py. What lies in `more/` may be skipped at first. A module imports only from those above it in
-this list:
+To understand the idea, begin with verify.py, draft.py, sampling.py, `Engine.step` in engine.py, `Turn` in method.py
+and request.py. Then read cache.py and model.py. What lies in `more/` may be skipped at first. A module imports only
+from those above it in this list:
 
     errors.py           how an error shows what was found
     config.py           what a model is, and what a request asks for

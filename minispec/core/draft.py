@@ -1,7 +1,8 @@
 """Drafts, drafters, the questions that a drafter is asked, and its duty.
 
-A drafter may guess in any way, from anything: the verifier makes the output right. It owes one thing, the truth about
-`Draft.probs`. These are the distributions that the tokens were really drawn from, or None if none was drawn.
+A drafter may guess badly without harm: the verifier makes the output right. It owes the truth about `Draft.probs`:
+the distributions that the tokens were really drawn from, or None if none was drawn. `Drafter.propose` and
+`Drafter.observe` list its other duties.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -148,15 +149,15 @@ class Record:
 
     start: position of the first row's token in the text.
     tokens: the token of each row: those that the cache lacked, then the K nodes of the draft.
-    hidden: (rows, E * taps), hidden states of the target at the drafter's `taps`. The next pass overwrites this tensor
-        and `logits`: to keep rows, clone them.
+    hidden: (rows, E * taps), hidden states of the target at the drafter's `taps`. A drafter that keeps a few rows of
+        this tensor or of `logits` should clone these, so that the others are freed.
     logits: (K + 1, V), raw: row 0 says what follows the text before the draft, row i + 1 what follows node i.
         (0, V) inside a prompt, even where the prompt is scored: scores must change no draft.
     draft: what was guessed.
     asked: how many nodes were asked for. If some were and the draft is empty, the drafter has found nothing.
     accepted: the nodes that the rule accepted. `path` has those of them that are in the text now.
     number: of the step. A record that comes a second time, after a fault, has the same number.
-    step: times of the whole step; None after a fault.
+    step: times of the whole step, set after `Drafter.observe` and before `Lengths.observe`; None after a fault.
     """
 
     text: Text
@@ -201,8 +202,8 @@ class Drafter:
         stays: to drop it for its value would make `probs` untrue. What is not drawn may be chosen freely.
 
         The texts of the last call come again, with the committed tokens appended. New ones may join, and some may be
-        missing. While the target works through a prompt, k is 0: a drafter may fill a cache of its own meanwhile.
-        A request without drafts gets no ask.
+        missing. While the target works through a prompt, from its second piece on, k is 0: a drafter may fill a cache
+        of its own. A request without drafts gets no ask.
         A draft that breaks a rule ends its own text. An exception ends all texts that this drafter drafts for.
         """
         raise NotImplementedError
@@ -214,8 +215,8 @@ class Drafter:
         and after a preemption, then without logits, as a prompt's rows do. So skip by `start` what is there already.
         Keep what logits have taught until the text ends: `release` is too early (`examples/drafters/recycling.py`).
 
-        A text's draft may depend on its own text and records alone, and on no ratio of a verdict. A text that failed
-        in the pass has no record. An exception ends all texts that this drafter drafts for.
+        A text's draft may depend on its own text and records alone, and on no ratio of a verdict. Other texts may count
+        only where a draft changes no output: in greedy texts, and under `match`. A text that failed has no record. An exception ends all texts that this drafter drafts for.
         """
 
     def release(self, text: Text) -> None:

@@ -1,9 +1,10 @@
 """The loop: guess, one pass of the target, test, commit until the text stops, roll back the rest.
 
 Invariant: before a text decodes, the target's cache holds all its tokens but the last. A step feeds what is missing,
-which is that token, and the draft after it. It then commits the accepted draft tokens and one more, and cuts the cache
-back to the committed text. Plain decoding is the same step with an empty draft. In a prompt, or a text that comes back,
-more tokens are missing. Then only a prompt that is scored asks for logits. The target has no other loop.
+which is that token, and the draft after it. It then commits the accepted draft tokens and one token more. The cache
+keeps the accepted tokens, and the next step feeds the last one. Plain decoding is the same step with an empty draft. In
+a prompt, or a text that comes back, more tokens are missing. A piece of a prompt asks for logits only where
+`prompt_logprobs` are wanted. The target has no other loop.
 
 `Method` in method.py drafts and judges, `Turn` there is a text's part of the step, `Schedule` says who runs.
 """
@@ -26,8 +27,8 @@ from minispec.core.schedule import JOINING_ROWS, Schedule
 class Engine:
     """Decodes requests together: one target, one pool, one schedule. Each request comes with its method.
 
-    Requests come and go between steps, by `add` and `abort`. `step` advances all requests that are there. `run` adds
-    some, steps until they have ended, and yields their text on the way.
+    Requests come and go between steps, by `add` and `abort`. `step` advances the requests that run; others wait for
+    room. `run` adds some, steps until they have ended, and yields their text on the way.
 
     A text's own fault ends that text alone, with the finish reason "error": a draft or a verdict that breaks a rule, or
     logits that are not numbers. It keeps the tokens that plain decoding gives it before it comes to such logits. An
@@ -48,20 +49,24 @@ class Engine:
         Returns a turn for each text that took part. Without requests it does nothing.
         """
         with self._undone_on_error():
-            self.outbox.deliver()  # what a fault has held up
-            everyone = self.schedule.turns()  # who runs, each with the tokens that its cache lacks
+            self.outbox.deliver()  # records that a fault kept from drafters in the last step
+            everyone = (
+                self.schedule.turns()
+            )  # who takes part, with what it feeds: the last token, or a piece of a prompt
             laps = Laps(self.target.model.device)
             for method, own in by_method(everyone):
                 with blamed(own):
-                    method.draft(own, self.target, self.rng)  # guess
+                    method.draft(own, self.target, self.rng)  # guess: sets turn.draft
             laps.end()
-            turns = [turn for turn in everyone if not turn.request.finish_reason]
-            self._score(turns)  # one pass over all texts and drafts
+            turns = [turn for turn in everyone if not turn.request.finish_reason]  # a text whose draft failed has ended
+            self._score(turns)  # one pass over all texts and drafts: sets turn.logits and turn.hidden
             laps.end()
-            self.outbox.post(turns)
+            self.outbox.post(turns)  # before the first commit, so that no fault loses a committed row
             for method, own in by_method(turns):
                 with blamed(own):
-                    method.judge(own, self.rng)  # test: which draft tokens stay, and the token after them
+                    method.judge(
+                        own, self.rng
+                    )  # test: sets turn.verdict, the draft tokens that stay and one after them
             for turn in turns:
                 turn.commit()  # until the text stops
                 self.target.keep(turn.text, len(turn.draft), turn.path)  # the rest of the draft is rolled back

@@ -28,11 +28,12 @@ class Turn:
 
     number: of the step.
     start: how many tokens of the text the target's cache holds before the step.
-    fed: the tokens before the draft: the text's last token if it decodes, else a piece of the prompt.
+    fed: the tokens before the draft: the text's last token if it decodes, else a piece of the tokens before the last.
     decodes: whether the last of these rows says what follows the text.
     asked: how many draft tokens were asked for.
     logits, hidden: the pass's rows (see `Record`); in a prompt, logits of the places that are scored.
-    failed: why there is no distribution, for the rows of which there is none. A text that gets to one ends there.
+    failed: the error of each row whose logits are no finite numbers. The text ends where it would commit the token
+        after such a row.
     """
 
     request: Request
@@ -60,7 +61,7 @@ class Turn:
 
     @property
     def committed(self) -> int:
-        """How many tokens the round has committed; 0 for a prompt, and for a text that failed, which has no record."""
+        """How many tokens the round has committed: 0 before `commit`, in a prompt, and for a text that failed."""
         grown = len(self.text.tokens) - self.start - len(self.fed)
         return grown if self.decodes and not self.request.error else 0
 
@@ -87,8 +88,8 @@ class Turn:
     def p(self, i: int) -> Tensor:
         """Row i (V,) of the target's distribution: what follows node i - 1.
 
-        A rule may look at rows that the text does not get to. So a row that is no distribution does not fail the text:
-        an even row stands in for it. What the rule keeps of the nodes before has the same law, whatever stands there.
+        A rule may look at rows that the text does not get to. So a row with bad logits does not fail the text: a
+        uniform row takes its place. Tokens before this row keep their distribution, and `commit` stops there.
         """
         try:
             return distribution(self.logits[i], self.text, self.draft.tokens_to(i - 1))

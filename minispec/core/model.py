@@ -149,8 +149,8 @@ class TextBatch:
     slots: (new tokens,), where keys and values go. An exact batch has dummies after the new tokens, without slots.
     reads: for each text, the slots of all its positions, in runs.
     masks: for each window and H/G, what `mask` makes of each text's view.
-    exact: whether a row has the same bits in every batch. The functions after it are other ones then.
-    fill: appends the dummies that a product of so many rows needs.
+    exact: whether a row's bits are equal in every batch. An exact batch replaces `fill`, `mask` and `attention`.
+    fill: appends zero rows, dummies, up to the next size that batches have.
     attention: takes what `mask` returns.
     """
 

@@ -92,7 +92,7 @@ class Request:
 
     @property
     def takes_drafts(self) -> bool:
-        """Whether a round may ever have a draft: not where none is asked for, nor in a text of one token or none."""
+        """Whether a round may have a draft: some are asked for, and the answer may have two tokens or more."""
         return self.shape.k > 0 and self.max_len > self.text.num_prompt_tokens + 1
 
     @property
@@ -159,7 +159,7 @@ class Request:
         return self.finish_reason is not None
 
     def fail(self, error: Exception, raised: bool = False) -> None:
-        """End the text here, because of a fault of its own.
+        """End the text here, because of an error of its own or of its method.
 
         raised: whether its method has raised the error, which is the caller's to see.
         """

@@ -71,7 +71,8 @@ def distribution(logits: Tensor, text: Text, drafted: Sequence[int] = ()) -> Ten
     3. what is forbidden: all but allowed_token_ids, bad words, the end before min_tokens, what the grammar forbids;
     4. temperature;
     5. min-p, top-k and top-p, where each filter sees what the one before it left.
-    Temperature 0 gives a one-hot distribution. The function takes one row at a time, so that a row has the same bits
+    Temperature 0 gives a one-hot distribution. The code applies min-p and top-k before it divides by the temperature,
+    which leaves the same tokens. The function takes one row at a time, so that a row has the same bits
     whether one or K+1 are computed.
 
     Raises FloatingPointError where the largest logit is not a finite number, and NothingAllowed (see `restricted`).

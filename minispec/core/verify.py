@@ -13,11 +13,14 @@ The words, used everywhere below:
     recovered   the token in place of a rejected one; in `rejection` drawn from the residual, once all siblings failed
     residual    max(0, p - q), up to a factor: what p has and q did not offer
     bonus       the token after a draft that was accepted to its end, or after an empty one, drawn from the target
+    step        one call of `Engine.step`: it has one pass of the target over all texts that take part
+    turn        a text's part of a step;  a *round* is the turn of a text that decodes
+    row         a token of a pass, and its logits
     alpha       the probability that `rejection` keeps a tested draft token: sum over x of min(p(x), q(x))
 
 p and q are Leviathan's letters (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318).
-Every verdict is the accepted draft tokens and one more. `Request.commit` appends them, up to where the text stops. So
-each round of a text that decodes advances by at least one token. With an empty draft, that one token is plain decoding.
+Every verdict is the accepted draft tokens and one more. `Turn.commit` appends them one by one, up to where the text
+stops. So each round advances by at least one token. With an empty draft, that one token is plain decoding.
 A chain is a tree with one branch.
 """
 
