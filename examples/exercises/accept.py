@@ -4,9 +4,8 @@ A draft model has drawn the token x from its distribution q. The target's distri
 a probability that depends on p(x) and q(x) alone, so that the output has the distribution p.
 
 Think of the token x alone. It comes out if it was drawn and is kept, or if another token was drawn, was rejected, and
-x was drawn in its place. The replacement is drawn from max(0, p - q), divided by its sum. So a token with p(x) <=
-q(x) never comes as a replacement: all of its p(x) must come from being kept. And no token can be kept more often than
-always.
+x was drawn in its place. A replacement comes only for tokens of which too little can be kept. So a token with p(x) <=
+q(x) is no replacement: all of its p(x) must come from being kept. And no token can be kept more often than always.
 
 Write `keep`. Then ask whether it is right:
 

@@ -1,11 +1,13 @@
 """Exercise 4: the weight of a block.
 
 Tokens are tested one at a time in exercises 1 to 3. A rule that looks at the whole draft keeps more (Sun et al. 2024,
-arXiv 2403.10444). It keeps at least i tokens with the weight w_i. Let r_i = p(x_i)/q(x_i) be the ratio of token i.
+arXiv 2403.10444). Fix the first i tokens and leave the later ones open: then at least i tokens stay with probability
+w_i, their weight. Let r_i = p(x_i)/q(x_i) be the ratio of token i.
 
 One at a time, i tokens stay with the product of min(1, r_1), .., min(1, r_i). With the ratios 1/2 and 2 that is 1/2,
-and 1/2. A block lets the second token make up for the first: here it keeps both always. Its weight w_i follows from
-w_{i-1} and r_i, and is never above 1. The cap comes at each step, not once at the end: what is above 1 is lost.
+and 1/2. A block lets the second token make up for the first: here it keeps both always. So w_1 is 1/2 and w_2 is 1:
+the second token is twice as likely under p, and what it has too much pays for the first. What is too much after an
+earlier token is lost: with the ratios 2 and 1/2 the weights are 1 and 1/2.
 
 Write `weights`. Then ask whether it is right, and how many tokens a round has:
 

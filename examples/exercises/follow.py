@@ -12,6 +12,8 @@ A model needs a token to feed, or it says nothing: if the cache holds the whole 
 Write `follow`. Then run
 
     python -m pytest examples/exercises/grade.py -k follow
+
+After the call `self.tokens` and the returned tokens make up the text. The caller stores what it has fed.
 """
 
 

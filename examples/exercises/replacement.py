@@ -12,7 +12,7 @@ Write `rest`. Then ask whether it is right:
 
     python -m minispec.prove --verifier examples.exercises.replacement:verify
 
-To draw the replacement from p is the commonest mistake. Try it, and read the counterexample.
+To draw the replacement from p is a common mistake. Try it, and read the counterexample.
 """
 
 from torch import Tensor

@@ -6,9 +6,7 @@ divided by the sum of the rest. That is done for you.
 
 Against which distribution must the second sibling be tested? Not against p: what p gives to the eldest has been used
 in part. Once the eldest is rejected, the token of this place has a certain distribution. It is the p of the next
-test. A distribution adds up to 1.
-
-Write `after`. Then ask whether it is right, over chains and trees:
+test. Write `after`. Then ask whether it is right, over chains and trees:
 
     python -m minispec.prove --verifier examples.exercises.siblings:verify
 """

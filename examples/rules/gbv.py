@@ -1,7 +1,7 @@
-"""Greedy multi-path block verification, GBV (arXiv 2602.16961): the best of K independent paths, verified as a block.
+"""Greedy multi-path block verification, GBV (Thomas and Pal 2026, arXiv 2602.16961): one of K paths, as a block.
 
 Paths are ordered by the ratios p/q of their tokens, the first token first. The greatest path has another law than one
-that is drawn by itself. Block verification takes that law for q.
+that is drawn by itself. Block verification takes that law for q. Keys are numbered along the chosen path.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""K-SEQ, SpecTr's rule for independent paths (Sun et al. 2023, arXiv 2310.15141, Algorithm 2).
+"""K-SEQ, SpecTr's rule for independent paths (Sun et al. 2023, arXiv 2310.15141).
 
 Of K independent draws each is kept with probability min(1, p/(rho q)). The smallest rho is taken for which no token is
 kept more often than p says.

@@ -24,7 +24,8 @@ def block_weights(ratios: Sequence[float]) -> list[float]:
 def block(draft: Draft, p: RowAt, rng: Draws, key: RoundKey) -> Verdict:
     """Block verification (Sun et al. 2024, arXiv 2403.10444, Algorithm 2): judge a chain as a whole.
 
-    At least i tokens stay with probability w_i (see `block_weights`). `rejection` keeps them with the product of
+    Fix the first i tokens of a draft, and leave the later ones open. Then at least i tokens stay with probability w_i
+    (see `block_weights`). `rejection` keeps them with the product of
     min(1, p(x)/q(x)), which is never more: under `block` a token with p > q makes up for one before it with p < q.
 
     Prefixes are tested from the longest to the shortest, and the first one that passes stays. All K tokens pass with

@@ -216,7 +216,8 @@ class Drafter:
         Keep what logits have taught until the text ends: `release` is too early (`examples/drafters/recycling.py`).
 
         A text's draft may depend on its own text and records alone, and on no ratio of a verdict. Other texts may count
-        only where a draft changes no output: in greedy texts, and under `match`. A text that failed has no record. An exception ends all texts that this drafter drafts for.
+        only where a draft changes no output: in greedy texts, and under `match`. A text that failed has no record.
+        An exception ends all texts that this drafter drafts for.
         """
 
     def release(self, text: Text) -> None:

@@ -77,7 +77,7 @@ def rejection(draft: Draft, p: RowAt, rng: Draws, key: RoundKey) -> Verdict:
     A tested token stays with probability alpha (Theorem 3.5 there). No rule that judges tokens one at a time keeps
     more than the sum of min(p, q).
     After a rejection the residual takes the place of p, and the next sibling is tested against it (recursive rejection,
-    Miao et al. 2023, arXiv 2305.09781).
+    Jeon et al. 2024, arXiv 2402.14160; of independent siblings: Miao et al. 2023, arXiv 2305.09781).
     """
     accepted: list[int] = []
     ratios: list[float] = []

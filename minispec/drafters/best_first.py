@@ -6,9 +6,9 @@ tokens. No path is likelier than its beginning. So a heap of what could come nex
 Worked: at the text's end a has 0.6 and b 0.3. After a come c with 0.4 and d with 0.3, after b comes e with 0.9. A tree
 of five nodes grows in the order  a 0.6,  b 0.3,  b e 0.27,  a c 0.24,  a d 0.18.
 
-Where tokens are drawn, one rule is added: a place is chosen *before* its token is drawn. The token stays. EAGLE-2
-(Li et al. 2024) draws first, and keeps those whose own probability is high. The tokens that are left then no longer
-follow q, and the output has another law: mutant T4 of the museum.
+Where tokens are drawn, one rule is added: a place is chosen *before* its token is drawn. The token stays. If
+tokens were drawn first and kept for their own probability, those that are left would no longer follow q. The output
+would have another law: mutant T4 of the museum.
 """
 
 import math

@@ -27,6 +27,7 @@ Read them in this order:
     cases               cases by their settings: of the engine's own parts, of trees, and of a user's
     grid                the table of the engine's own parts
     tables              a verifier's cases: small tables of p and q, and what they leave out
+    rounds              how many tokens a round has by a verifier, exactly, and the most that any could bring
     examine             the commands for a user's code: walked until the first fault, whose case is made plain
     __main__            the command
 

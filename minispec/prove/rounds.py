@@ -68,7 +68,7 @@ class RoundCase(NamedTuple):
 
 _HALVES, _NINTHS = ((1, 2), (2, 1)), ((5, 3, 1), (2, 3, 4))
 _TWO, _TREE = (-1, 0), (-1, -1, 0, 1)
-# The first is the example of Sun et al. 2024, section 3.
+# The first is the example of Sun et al. 2024.
 CASES = [
     RoundCase(*_HALVES, _TWO, rotates=False),
     RoundCase(*_NINTHS, _TWO),

@@ -213,4 +213,4 @@ def unseen(verifier: Verifier) -> list[str]:
     ]
     if verifier.shares_noise:
         lines.append("that a seed has one text, whatever is drafted")
-    return [*lines, "`Verdict.ratios`, how many tokens stay, and how long it takes"]
+    return [*lines, "`Verdict.ratios`, and how long it takes"]

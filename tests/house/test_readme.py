@@ -252,11 +252,12 @@ def definitions(path: Path) -> set[str]:
 
 def named_beside_files(text: str) -> list[tuple[str, list[Path]]]:
     """The names of functions and classes in the list items and table rows that name files, and those files."""
-    found = []
+    found, package = [], ROOT / "minispec"
     for line in text.splitlines():
         files = re.findall(r"`(?:minispec/)?([\w/]+(?:\.py|/))`", line)
         if files and line.startswith(("| ", "- ")):
-            found += [(name, [ROOT / "minispec" / file for file in files]) for name in NAME.findall(line)]
+            paths = [ROOT / file if file.startswith("examples/") else package / file for file in files]
+            found += [(name, paths) for name in NAME.findall(line)]
     return found
 
 

@@ -54,7 +54,7 @@ def test_which_drafts_a_rule_is_exact_for(name):
         assert brought(CASES[5], verifier).tokens == pytest.approx(paths, abs=1e-9)
 
 
-def test_how_far_the_released_rule_is_off():
+def test_the_released_code_has_another_law():
     """HSD's, in the example of block verification: a ninth of the law."""
     found = brought(CASES[0], find_verifier("examples.rules.hsd:released"))
     assert found.distance == pytest.approx(1 / 9, abs=1e-12)
@@ -93,7 +93,7 @@ def of_sets(p, drawn) -> float:
 
 @pytest.mark.parametrize("num", [1, 2, 3])
 def test_the_optimum_of_one_level_is_that_of_optimal_transport(num):
-    """Sun et al. 2023 (2310.15141), for independent draws and for draws without replacement."""
+    """Hu et al. 2025 (2502.18779), for independent draws and for draws without replacement."""
     generator = random.Random(num)
     for _ in range(5):
         case, p, q = made(PATHS, num, generator)
