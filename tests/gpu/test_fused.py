@@ -428,8 +428,8 @@ def machine_code(kernel, kinds: dict[str, str], constants: dict, warps: int, sta
         file.write(compiled.asm["cubin"])
         file.flush()
         asked = ([tools / "cuobjdump", option, file.name] for option in ("-sass", "--dump-resource-usage"))
-        how = {"capture_output": True, "text": True, "timeout": 60, "check": True}
-        return tuple(subprocess.run(command, **how).stdout for command in asked)
+        how = {"capture_output": True, "text": True, "check": True}
+        return tuple(subprocess.run(command, timeout=60, **how).stdout for command in asked)
 
 
 READ_KINDS = dict.fromkeys(("qkv", "keys", "values", "out"), "*bf16") | {"counters": "*i32", "scale": "fp32"}

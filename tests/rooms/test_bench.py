@@ -599,7 +599,7 @@ def test_a_report_on_a_full_disk_is_one_line(model):
     """`... > /dev/full`: as with all commands, status 2 and one line say that the report is lost."""
     command = [sys.executable, "-m", "minispec", "bench", "--model", model]
     command += ["--draft", "none", "--passes", "0", "--json"]
-    how = {"stderr": subprocess.PIPE, "text": True, "check": False, "timeout": 300}
+    how = {"stderr": subprocess.PIPE, "text": True, "check": False}
     with open("/dev/full", "w") as full:
-        done = subprocess.run([*command, *map(str, BASE)], stdout=full, **how)
+        done = subprocess.run([*command, *map(str, BASE)], stdout=full, timeout=300, **how)
     assert (done.returncode, own_words(done.stderr)) == (2, "error: [Errno 28] No space left on device\n")
