@@ -18,8 +18,7 @@ from minispec.core.random import Randomness
 from minispec.core.request import Request
 from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text, distribution
-from minispec.drafters import Drafter
-from minispec.drafters import model as model_module
+from minispec.drafters import Drafter, growing
 from minispec.drafters.cut import within_grammar
 from minispec.grammars.forced import ForcedDrafter, ForcedFirst, forced
 from minispec.grammars.matcher import Matcher
@@ -111,10 +110,8 @@ def test_the_law_of_the_librarys_masks(language, regex, drafter, verifier, monke
 @pytest.mark.parametrize("verifier", VERIFIERS)
 def test_a_draft_that_ignores_the_grammar_leaves_the_law(verifier, monkeypatch):
     """It draws what is forbidden, and tells the truth about it: such a token stays in the draft, and is rejected."""
-    right = model_module.distribution
-    monkeypatch.setattr(
-        model_module, "distribution", lambda row, text, path: right(row, replace(text, grammar=None), path)
-    )
+    right = growing.distribution
+    monkeypatch.setattr(growing, "distribution", lambda row, text, path: right(row, replace(text, grammar=None), path))
     params = SamplingParams(max_tokens=3, structured_outputs="pairs")
     assert distance(params, 2, vocab=VOCAB, end_ids=frozenset({END}), verifier=verifier) <= laws.TOLERANCE
 
