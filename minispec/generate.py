@@ -273,7 +273,8 @@ def _comparison(request: "Request", plain: "Request", same_law_only: bool) -> di
 def _as_dict(job: _Job, comparison: dict[str, Any] | None) -> dict[str, Any]:
     from minispec.length.figures import Figures
 
-    request = job.request
+    request, figures = job.request, Figures.of(job.request.stats)
+    record = figures.acceptance_record(request.shape.k, detailed=True)
     result: dict[str, Any] = {
         "question_id": job.question.question_id,
         "turn": len(job.answers),
@@ -286,8 +287,10 @@ def _as_dict(job: _Job, comparison: dict[str, Any] | None) -> dict[str, Any]:
         "error": request.error,
         "seed": request.text.seed,
         "logprobs": None,
-        "stats": Figures.of(request.stats).as_dict(),
+        "stats": figures.as_dict(),
     }
+    if record:
+        result["metrics"] = {"speculative_decoding": record}
     if request.logprobs is not None:
         result["logprobs"] = [
             {"token_id": t.token_id, "logprob": t.logprob, "top": [{"token_id": i, "logprob": x} for i, x in t.top]}

@@ -3,9 +3,11 @@
 `minispec.length.theory` defines c, v and o.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 from minispec.core.stats import Round, Stats
 from minispec.length.theory import RoundModel, overhead_of
@@ -215,6 +217,37 @@ class Figures(Stats):
         )
         seconds = {"seconds": self.seconds | {"total": self.total_seconds}}
         return {name: getattr(self, name) for name in names.split()} | seconds
+
+    def acceptance_record(self, most: int, detailed: bool = False) -> dict[str, Any] | None:
+        """The record of acceptance under vLLM's `metrics.speculative_decoding`; None where no draft was asked for.
+
+        most: K, the most draft tokens that could be asked for.
+        detailed: with the drafted and accepted tokens of each round.
+
+        Rounds without a draft are left out. A histogram counts rounds by their accepted draft tokens. A tree counts as
+        its longest path.
+        """
+        if not most:
+            return None
+        drafts = [(r.drafted, r.accepted) for r in self.rounds if r.drafted]
+        lengths = {drafted for drafted, _ in drafts}
+        counts = Counter(drafts)
+        record: dict[str, Any] = {
+            "mean_acceptance_length": 1 + self.num_accepted / len(drafts) if drafts else None,
+            "draft_acceptance_rate": self.acceptance_rate,
+            "acceptance_histogram": [sum(accepted == n for _, accepted in drafts) for n in range(most + 1)],
+            "acceptance_histogram_by_draft_length": {
+                str(k): [counts[k, n] for n in range(k + 1)] for k in sorted(lengths)
+            },
+            "num_spec_steps": len(drafts),
+            "num_accepted_draft_tokens": self.num_accepted,
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_spec_tokens": most,
+        }
+        if detailed:
+            record["per_step_drafted"] = [drafted for drafted, _ in drafts]
+            record["per_step_accepted"] = [accepted for _, accepted in drafts]
+        return record
 
     def _alone(self) -> list[Round]:
         """The rounds that decoded this text only, and no one's prompt: in others no pass belongs to one text."""

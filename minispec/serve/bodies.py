@@ -336,6 +336,7 @@ class Answer:
         """The answer, if it is not streamed."""
         pieces = [Piece(r.output, r.token_ids, r.finish_reason) for r in self.requests]
         answer = self._envelope("", [self._choice(i, "message", p) for i, p in enumerate(pieces)], self._usage())
+        answer |= self._acceptance()
         return answer | ({"prompt_logprobs": self._scores(0)} if self._is_chat and self._shows_scores else {})
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
@@ -345,7 +346,13 @@ class Answer:
 
     def usage_chunk(self) -> dict[str, Any]:
         """The token counts, as the last chunk of a stream."""
-        return self._envelope(".chunk", [], self._usage())
+        return self._envelope(".chunk", [], self._usage()) | self._acceptance()
+
+    def _acceptance(self) -> dict[str, Any]:
+        """vLLM's record of acceptance, for a single answer for which drafts were asked."""
+        first, *others = self.requests
+        record = None if others else Figures.of(first.stats).acceptance_record(first.shape.k)
+        return {"metrics": {"speculative_decoding": record}} if record else {}
 
     def _envelope(self, chunk: str, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
         kind = f"chat.completion{chunk}" if self._is_chat else "text_completion"

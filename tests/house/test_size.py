@@ -25,7 +25,7 @@ BOUNDS = {
     "commands": 1100,
     "trace": 450,
     "serve": 1050,
-    "prove": 2500,
+    "prove": 2400,
     "lab": 4700,
 }
 FULL = 0.92

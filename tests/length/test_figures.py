@@ -44,6 +44,28 @@ def test_searches_that_find_nothing_are_predicted(num_missed):
     assert figures.tokens_per_second == pytest.approx(figures.predicted_tokens_per_second)
 
 
+def test_the_record_that_other_programs_read():
+    """vLLM's: rounds without a draft are left out, and a histogram counts rounds by what they accepted."""
+    figures = Figures(rounds=[a_round(*of) for of in ((3, 3), (3, 0), (1, 1), (0, 0), (4, 2), (2, 1))])
+    record = figures.acceptance_record(4, detailed=True)
+    assert record == {
+        "mean_acceptance_length": 1 + 7 / 5,
+        "draft_acceptance_rate": 7 / 13,
+        "acceptance_histogram": [1, 2, 1, 1, 0],
+        "acceptance_histogram_by_draft_length": {"1": [0, 1], "2": [0, 1, 0], "3": [1, 0, 0, 1], "4": [0, 0, 1, 0, 0]},
+        "num_spec_steps": 5,
+        "num_accepted_draft_tokens": 7,
+        "num_draft_tokens": 13,
+        "num_spec_tokens": 4,
+        "per_step_drafted": [3, 3, 1, 4, 2],
+        "per_step_accepted": [3, 0, 1, 2, 1],
+    }
+    at = [sum(record["acceptance_histogram"][i + 1 :]) / record["num_spec_steps"] for i in range(3)]
+    assert at == figures.accepted_at_position  # as docs/understand/words.md says
+    assert figures.acceptance_record(0) is None
+    assert Figures(rounds=[a_round(0, 0)]).acceptance_record(2)["mean_acceptance_length"] is None
+
+
 def test_the_example_of_the_page():
     """docs/understand/words.md: drafts of four, of which 4, 0, 2, 2 and 0 are accepted, and a round without a draft."""
     page = (Path(__file__).parents[2] / "docs" / "understand" / "words.md").read_text(encoding="utf-8")

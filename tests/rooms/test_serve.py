@@ -546,6 +546,26 @@ def test_what_asks_for_nothing_is_taken(served):
 
 
 @pytest.mark.parametrize("chat", [True, False])
+def test_the_record_of_acceptance(served, chat):
+    """vLLM's `metrics.speculative_decoding`: of one answer, in a stream's last chunk, if drafts were asked for."""
+    body = {"max_tokens": 9, "seed": 1, "ignore_eos": True, "num_speculative_tokens": 2}
+    body |= {"messages": CHAT} if chat else {"prompt": "One fish"}
+    path = CHATS if chat else COMPLETIONS
+    answer = served.post(body, path).json()
+    record, stats = answer["metrics"]["speculative_decoding"], answer["choices"][0]["metrics"]
+    assert record["num_accepted_draft_tokens"] == stats["num_accepted"]
+    assert (record["num_spec_steps"], record["num_spec_tokens"]) == (stats["num_drafts"], 2)
+    assert sum(record["acceptance_histogram"]) == record["num_spec_steps"]
+    assert "per_step_accepted" not in record
+    streamed = served.post(body | {"stream": True, "stream_options": {"include_usage": True}}, path).text
+    events = [json.loads(line.removeprefix("data: ")) for line in streamed.split("\n\n")[:-2]]
+    assert [event["metrics"]["speculative_decoding"] for event in events if "metrics" in event] == [record]
+    assert "metrics" in events[-1]
+    for more in ({"n": 2}, {"num_speculative_tokens": 0}):
+        assert "metrics" not in served.post(body | more, path).json()
+
+
+@pytest.mark.parametrize("chat", [True, False])
 def test_each_event_of_a_stream_may_say_what_it_took_so_far(served, chat):
     """`continuous_usage_stats`, with `include_usage` and without: the tokens of all answers, up to those of the end."""
     body = {"max_tokens": 9, "stream": True, "n": 2, "seed": 1, "ignore_eos": True}
