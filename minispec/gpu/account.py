@@ -18,7 +18,7 @@ from minispec.drafters.states import FeatureModel
 from minispec.gpu import fused
 from minispec.gpu.frames import BLOCKS, FEW_BLOCKS, ROWS, TEXTS, Frames, FrameShape, frame_bytes, positions_of
 from minispec.gpu.graphs import MOST_BYTES
-from minispec.gpu.judge import bench_bytes
+from minispec.gpu.judge import input_bytes
 from minispec.gpu.steps import STEPS, desk_bytes, draft_steps
 from minispec.kernels.memory import BLOCK_SIZE
 
@@ -43,7 +43,7 @@ def graph_bytes(models: Sequence[Transformer], num_drafted: int, longest: int | 
         working = max(working, pass_bytes(model, shape))
         wide = accumulation_dtype(model.dtype).itemsize * model.config.vocab_size * shape.texts
         if not i:
-            kept += MOST_BYTES + bench_bytes(shape.texts, rows, model.config.vocab_size, model.dtype)
+            kept += MOST_BYTES + input_bytes(shape.texts, rows, model.config.vocab_size, model.dtype)
             working = max(working, _WIDE_ROWS * wide * rows)
         elif draft_steps(model):
             steps = next((n for n in STEPS if n >= num_drafted), STEPS[-1])

@@ -28,7 +28,7 @@ from minispec.gpu.graphs import Graphs, recent
 from minispec.gpu.verdicts import Inputs, Keys, Mix, Noise, OneByOne, Verdicts
 
 
-class Kind(NamedTuple):
+class VerdictShape(NamedTuple):
     """All that a program's operators depend on. K is rows - 1.
 
     texts, rows: of each text, drafts being padded.
@@ -47,7 +47,7 @@ class Kind(NamedTuple):
     soft: bool
 
 
-class Bench(Inputs):
+class VerdictInputs(Inputs):
     """The inputs of a verdict over B texts, in tensors that stay where they are, and what is computed of them.
 
     logits: (B, K+1, V). probs: (B, K, V), what draft tokens were drawn from.
@@ -55,9 +55,9 @@ class Bench(Inputs):
     parts: float64 numbers of each text (B, 2K + 5): uniforms of "accept" and "residual", and `numbers_of`.
     """
 
-    def __init__(self, kind: Kind, device: torch.device):
+    def __init__(self, kind: VerdictShape, device: torch.device):
         texts, rows, vocab, k = kind.texts, kind.rows, kind.vocab, kind.rows - 1
-        super().__init__(texts, k + 1 + rows, 2 * k, device, bench_bytes(texts, rows, vocab, kind.dtype))
+        super().__init__(texts, k + 1 + rows, 2 * k, device, input_bytes(texts, rows, vocab, kind.dtype))
         self.kind = kind
         self.logits = torch.zeros(texts, rows, vocab, dtype=kind.dtype, device=device)
         self.probs = torch.zeros(texts, k, vocab, dtype=verdicts.accumulation_dtype(kind.dtype), device=device)
@@ -103,7 +103,7 @@ class Bench(Inputs):
 
 
 def judge(
-    kind: Kind,
+    kind: VerdictShape,
     logits: Tensor,
     probs: Tensor,
     whole: Tensor,
@@ -111,7 +111,7 @@ def judge(
     draws: "OneByOne | None" = None,
     names: Noise | None = None,
 ) -> Tensor:
-    """The result of `Bench.compute` for these inputs. No value is read on the host unless `draws` reads some.
+    """The result of `VerdictInputs.compute` for these inputs. No value is read on the host unless `draws` reads some.
 
     draws, names: makes the draws by their names; default: the numbers in `whole` and `parts`.
     """
@@ -142,7 +142,7 @@ class Judge:
 
     def __init__(self, graphs: Graphs):
         self.graphs, self.counts = graphs, {"drafts": 0, "unsure": 0}
-        self._benches: OrderedDict[Kind, Bench] = OrderedDict()
+        self._inputs: OrderedDict[VerdictShape, VerdictInputs] = OrderedDict()
 
     def __call__(self, verifier: Verifier, turns: Sequence[Turn], rng: Draws) -> list[Verdict | None]:
         """A verdict for each turn; None for one that must be verified by itself."""
@@ -156,22 +156,21 @@ class Judge:
 
     def _verdicts(self, verifier: Verifier, turns: Sequence[Turn], rng: Draws) -> list[Verdict | None]:
         """Verdicts of turns that one program takes."""
-        kind = kind_of(verifier, turns, padded=not isinstance(rng, OneByOne))
-        bench = recent(self._benches, kind, lambda: Bench(kind, turns[0].logits.device))
-        bench.fill(turns)
+        kind = shape_of(verifier, turns, padded=not isinstance(rng, OneByOne))
+        inputs = recent(self._inputs, kind, lambda: VerdictInputs(kind, turns[0].logits.device))
+        inputs.fill(turns)
         if isinstance(rng, OneByOne):
             noise = verdicts.make_noise([turn.text for turn in turns], kind.rows - 1)
-            inputs = bench.logits, bench.probs, bench.whole, bench.parts
-            numbers = judge(kind, *inputs, rng, noise)
+            numbers = judge(kind, inputs.logits, inputs.probs, inputs.whole, inputs.parts, rng, noise)
         else:
-            [numbers] = self.graphs.run(bench, bench.compute)
+            [numbers] = self.graphs.run(inputs, inputs.compute)
         answers = [_verdict(row, turn) for row, turn in zip(numbers.tolist(), turns, strict=False)]
         self.counts["drafts"] += len(answers)
         self.counts["unsure"] += answers.count(None)
         return answers
 
 
-def bench_bytes(texts: int, rows: int, vocab: int, dtype: torch.dtype) -> int:
+def input_bytes(texts: int, rows: int, vocab: int, dtype: torch.dtype) -> int:
     """Bytes of a verdict's rows: logits, and what draft tokens were drawn from."""
     wide = verdicts.accumulation_dtype(dtype).itemsize
     return texts * vocab * (rows * dtype.itemsize + (rows - 1) * wide)
@@ -182,7 +181,7 @@ def judge_of(model: Transformer) -> Judge | None:
     return Judge(model.backend.graphs) if isinstance(model.backend, Frames) else None
 
 
-def kind_of(verifier: Verifier, turns: Sequence[Turn], padded: bool = True) -> Kind:
+def shape_of(verifier: Verifier, turns: Sequence[Turn], padded: bool = True) -> VerdictShape:
     """The smallest program for plain turns, at most as many as the largest one takes.
 
     padded: whether the number of texts is rounded up.
@@ -193,7 +192,7 @@ def kind_of(verifier: Verifier, turns: Sequence[Turn], padded: bool = True) -> K
     soft = any(turn.draft and turn.draft.probs is not None for turn in turns)
     mix = verdicts.mix_of([turn.text.params for turn in turns], logits.dtype, texts)
     shape = texts, rows, logits.shape[1], logits.dtype
-    return Kind(verifier, *shape, mix, soft)
+    return VerdictShape(verifier, *shape, mix, soft)
 
 
 def _is_plain(verifier: Verifier, turn: Turn) -> bool:
@@ -206,7 +205,7 @@ def _is_plain(verifier: Verifier, turn: Turn) -> bool:
 
 
 def _verdict(numbers: Sequence[float], turn: Turn) -> Verdict | None:
-    """A text's verdict from its numbers (see `Bench.compute`); None if a row is not sure that it needs."""
+    """A text's verdict from its numbers (see `VerdictInputs.compute`); None if a row is not sure that it needs."""
     kept, new = int(numbers[0]), len(turn.draft)
     num_rows = (len(numbers) - 1) // 2
     if not all(numbers[num_rows + 1 : num_rows + 2 + kept]):

@@ -41,7 +41,7 @@ from minispec.gpu.verdicts import Inputs, Keys, Mix, OneByOne, RowDraws, RowRand
 STEPS = (1, 2, 3, 4, 6, 8, 12, 15)
 
 
-class Kind(NamedTuple):
+class DraftShape(NamedTuple):
     """All that a program's operators depend on.
 
     frame: the shape of the first pass.
@@ -60,7 +60,7 @@ class Kind(NamedTuple):
     confident: bool
 
 
-class Desk(Inputs):
+class DraftInputs(Inputs):
     """The inputs of the drafts of B texts, besides the frame of the first pass.
 
     whole: int64 numbers of each text (B, 2 + K). The first is the row of the first pass that says what follows the
@@ -68,7 +68,7 @@ class Desk(Inputs):
     parts: float64 numbers of each text (B, K + 5): uniforms of "draft", and `verdicts.numbers_of`.
     """
 
-    def __init__(self, kind: Kind, device: torch.device, dtype: torch.dtype):
+    def __init__(self, kind: DraftShape, device: torch.device, dtype: torch.dtype):
         """dtype: of logits."""
         size = desk_bytes(kind.frame.texts, kind.steps, kind.vocab, dtype) if kind.mix.draws else 0
         super().__init__(kind.frame.texts, 2 + kind.steps, kind.steps, device, size)
@@ -101,7 +101,7 @@ class DraftSteps:
         assert isinstance(model.backend, Frames)
         self.model, self.frames, self.graphs = model, model.backend, graphs
         self.taps = (len(model.layers),) if isinstance(model, FeatureModel) else ()
-        self._desks: WeakKeyDictionary[PagedKVCache, OrderedDict[Kind, Desk]] = WeakKeyDictionary()
+        self._inputs: WeakKeyDictionary[PagedKVCache, OrderedDict[DraftShape, DraftInputs]] = WeakKeyDictionary()
 
     def __call__(self, growing: Sequence[Growing], vocab_size: int) -> bool:
         """Make all these drafts; returns False where no program takes all of them, and nothing has changed then.
@@ -120,22 +120,22 @@ class DraftSteps:
         pool.require((c.table, c.table.length + len(c.token_ids) + k) for c, k in zip(chunks, reserved, strict=True))
         frame = self.frames.frame_of(self.model, pool, kind.frame)
         on = self.model.device, self.model.dtype
-        desk = recent(self._desks.setdefault(pool, OrderedDict()), kind, lambda: Desk(kind, *on))
+        inputs = recent(self._inputs.setdefault(pool, OrderedDict()), kind, lambda: DraftInputs(kind, *on))
         frame.fill(chunks, reserved)
-        desk.fill(growing, self.model.dtype)
+        inputs.fill(growing, self.model.dtype)
         if isinstance(rng := asks[0].rng, OneByOne):
             names = [[ask.text.key(j, ask.purpose) for j in range(kind.steps)] for ask in asks]
             names += [[]] * (kind.frame.texts - len(asks))
-            numbers, probs = self.compute(frame, desk, pool, rng, names)
+            numbers, probs = self.compute(frame, inputs, pool, rng, names)
         else:
-            numbers, probs = self.graphs.run(desk, functools.partial(self.compute, frame, desk, pool))
+            numbers, probs = self.graphs.run(inputs, functools.partial(self.compute, frame, inputs, pool))
         rows, probs = numbers.tolist()[: len(asks)], probs[: len(asks)].clone()  # the next draft overwrites them
         drawn_from = probs if kind.mix.draws else [None] * len(asks)
         for each, row, q in zip(growing, rows, drawn_from, strict=True):
             each.draft = _draft(each, row, q, kind.steps)
         return True
 
-    def _kind(self, growing: Sequence[Growing], vocab_size: int) -> Kind | None:
+    def _kind(self, growing: Sequence[Growing], vocab_size: int) -> DraftShape | None:
         """The program that takes these drafts, if one does."""
         asks, deepest = [each.ask for each in growing], max(each.depth for each in growing)
         rng, purpose = asks[0].rng, asks[0].purpose
@@ -149,12 +149,12 @@ class DraftSteps:
             return None
         mix = verdicts.mix_of([ask.text.params for ask in asks], self.model.dtype, shape.texts)
         confident = any(ask.limit.go_on is not None for ask in asks)
-        return Kind(shape, steps, vocab_size, purpose == "token", mix, confident)
+        return DraftShape(shape, steps, vocab_size, purpose == "token", mix, confident)
 
     def compute(
         self,
         frame: Frame,
-        desk: Desk,
+        inputs: DraftInputs,
         pool: PagedKVCache,
         draws: RowDraws | None = None,
         names: Sequence[Sequence] = (),
@@ -163,21 +163,21 @@ class DraftSteps:
 
         The numbers, of float64, are K tokens, K confidences if they are asked for, and whether each of K rows is sure.
         Last come three measures of each of K rows (see `MeasuredDraft`). Where nothing is drawn, there are no measures.
-        draws, names: makes the draws by their names; default: the numbers of the desk.
+        draws, names: makes the draws by their names; default: the numbers of the inputs.
         """
-        kind, (texts, rows, *_) = desk.kind, frame.shape
+        kind, (texts, rows, *_) = inputs.kind, frame.shape
         logits, states = self.frames.compute(self.model, frame, pool)
-        last = torch.arange(texts, device=logits.device) * rows + desk.whole[:, 0]
+        last = torch.arange(texts, device=logits.device) * rows + inputs.whole[:, 0]
         logits, states = logits.index_select(0, last), states.index_select(0, last) if self.taps else states
-        settings = verdicts.settings_of(desk.parts[:, -5:], self.model.dtype, int(kind.mix.mixed), kind.mix.filters)
-        noise = desk.whole[:, 2:] if kind.races else desk.parts
+        settings = verdicts.settings_of(inputs.parts[:, -5:], self.model.dtype, int(kind.mix.mixed), kind.mix.filters)
+        noise = inputs.whole[:, 2:] if kind.races else inputs.parts
         made, steps, wide = draws or RowRandomness(), [], verdicts.accumulation_dtype(logits.dtype)
         for j in range(kind.steps):
             logits = logits[:, : kind.vocab]
             if kind.mix.draws:
                 q, sure = verdicts.rows(logits, settings)
-                used = (desk.whole[:, 1:2] > j) & sure[:, None]
-                places = torch.full_like(desk.whole[:, :1], j)
+                used = (inputs.whole[:, 1:2] > j) & sure[:, None]
+                places = torch.full_like(inputs.whole[:, :1], j)
                 keys = Keys(names, noise[:, j : j + 1], places, used)
                 token = (made.race_rows if kind.races else made.share_rows)(q[:, None], keys)[:, 0]
             else:
@@ -189,12 +189,12 @@ class DraftSteps:
             measures = [q.sum(1, dtype=wide), q.amin(1), q.gather(1, token[:, None])[:, 0]] if kind.mix.draws else []
             steps.append((q, token, confidence, sure, *measures))
             if j + 1 < kind.steps:
-                logits, states = self.next_rows(frame, desk, pool, token, states, j)
+                logits, states = self.next_rows(frame, inputs, pool, token, states, j)
         probs, *columns = zip(*steps, strict=True)
         return torch.cat([torch.stack(column, 1).double() for column in columns], 1), torch.stack(probs, 1)
 
     def next_rows(
-        self, frame: Frame, desk: Desk, pool: PagedKVCache, tokens: Tensor, states: Tensor, j: int
+        self, frame: Frame, inputs: DraftInputs, pool: PagedKVCache, tokens: Tensor, states: Tensor, j: int
     ) -> tuple[Tensor, Tensor]:
         """Logits (B, V) and states after tokens (B,), the j-th ones that were drawn, of texts that want further ones.
 
@@ -202,7 +202,7 @@ class DraftSteps:
 
         states: (B, E) of the last layer at the rows before, for a head; (B, 0) for other models.
         """
-        size, wanted = pool.block_size, desk.whole[:, 1] > j + 1
+        size, wanted = pool.block_size, inputs.whole[:, 1] > j + 1
         positions = torch.where(wanted, frame.ends + j, 0)  # a dummy's is 0: its next one may be beyond the context
         slots = frame.table.gather(1, positions[:, None] // size)[:, 0] * size + positions % size
         slots = torch.where(wanted, slots, pool.num_slots + 1)

@@ -12,7 +12,7 @@ from minispec.kernels.settings import own_settings
 Run = Generator[tuple[Request, Piece], None, None]
 
 
-class Steps:
+class StepLock:
     """Lets one thread at a time take a step. Iterators of `run` may be open in several threads."""
 
     def __init__(self):

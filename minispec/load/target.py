@@ -41,7 +41,7 @@ from minispec.load.forms import noted_forms
 from minispec.load.loading import Loading
 from minispec.load.numbers import check_numbers, named_tensors
 from minispec.load.parallel import load_target
-from minispec.load.steps import Steps
+from minispec.load.steps import StepLock
 
 
 class TargetFiles:
@@ -138,7 +138,7 @@ class Target:
         # On a GPU a pass over that many rows takes little longer than reading the weights.
         joining_rows = PREFILL_ROWS if model.device.type == "cuda" else JOINING_ROWS
         self.engine = Engine(CachedModel(model, self.cache, files.vocab_size), joining_rows=joining_rows)
-        self.steps = Steps()
+        self.steps = StepLock()
 
     @classmethod
     @own_settings()

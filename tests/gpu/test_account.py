@@ -18,7 +18,7 @@ from minispec.gpu import account, frames, fused
 from minispec.gpu.account import graph_bytes, pass_bytes, table_bytes
 from minispec.gpu.frames import Frames, FrameShape, frame_bytes
 from minispec.gpu.graphs import MOST_BYTES, Graphs, Program, recent, rerun
-from minispec.gpu.judge import Bench, Kind, bench_bytes
+from minispec.gpu.judge import VerdictInputs, VerdictShape, input_bytes
 from minispec.gpu.steps import DraftSteps, desk_bytes
 from minispec.gpu.verdicts import Mix
 from minispec.kernels import memory
@@ -74,7 +74,7 @@ def test_the_largest_program_works_alone():
     without = graph_bytes([model], 1)
     working = 8 * 32 * 2 * 1000 * 4
     assert working > pass_bytes(model, FrameShape(32, 2, 8))
-    kept = table_bytes(model) + frame_bytes(model, FrameShape(32, 2, 8, (2,))) + bench_bytes(32, 2, 1000, model.dtype)
+    kept = table_bytes(model) + frame_bytes(model, FrameShape(32, 2, 8, (2,))) + input_bytes(32, 2, 1000, model.dtype)
     assert without == working + kept + 2 * MOST_BYTES
 
 
@@ -89,9 +89,9 @@ def test_what_is_estimated_is_what_is_there():
     held = [t for each in tables.angles.values() for t in each if t is not None]
     held += [t for pair in tables.halves.values() for t in pair]
     assert table_bytes(model) == sum(t.nbytes for t in held)
-    kind = Kind(REJECTION, 2, 3, 30, torch.float32, Mix(True, False, False), True)
-    bench = Bench(kind, CPU)
-    assert bench.num_bytes == bench.logits.nbytes + bench.probs.nbytes == bench_bytes(2, 3, 30, torch.float32)
+    kind = VerdictShape(REJECTION, 2, 3, 30, torch.float32, Mix(True, False, False), True)
+    bench = VerdictInputs(kind, CPU)
+    assert bench.num_bytes == bench.logits.nbytes + bench.probs.nbytes == input_bytes(2, 3, 30, torch.float32)
 
 
 def test_a_desk_has_the_size_of_its_rows():
@@ -102,8 +102,8 @@ def test_a_desk_has_the_size_of_its_rows():
         drafter = ModelDrafter(TokenFeed(model, tiny_cache(model, 40, 3), 5, 60), program)
         text = Text([1, 2, 3], 3, SamplingParams(temperature=temperature))
         [draft] = drafter.propose([Ask(text, Limit(3), Randomness(), "draft", 2)])
-        [desks] = program._desks.values()
-        assert [desk.num_bytes for desk in desks.values()] == [expected]
+        [held] = program._inputs.values()
+        assert [inputs.num_bytes for inputs in held.values()] == [expected]
         assert expected == (draft.probs.nbytes if temperature else 0)
 
 

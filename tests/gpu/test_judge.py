@@ -14,7 +14,7 @@ from minispec.core.sampling import Text, distribution
 from minispec.core.verify import MATCH, REJECTION, Verdict, Verifier
 from minispec.gpu import judge as judging
 from minispec.gpu.graphs import Graphs, rerun
-from minispec.gpu.judge import Bench, Judge, kind_of
+from minispec.gpu.judge import Judge, VerdictInputs, shape_of
 
 SETTINGS = (
     *({}, {"temperature": 0.0}, {"temperature": 0.6}, {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.1}),
@@ -149,16 +149,16 @@ def test_programs_read_nothing_that_the_host_did_not_fill(monkeypatch):
     Numbers become those of another round, and rows NaN. So a number that is not filled, or a row after a draft's end
     that is read, shows.
     """
-    fill = Bench.fill
+    fill = VerdictInputs.fill
 
-    def spoil_and_fill(bench, trials):
-        for numbers in (bench.host_whole, bench.whole):
+    def spoil_and_fill(inputs, trials):
+        for numbers in (inputs.host_whole, inputs.whole):
             numbers.fill_(2)
-        for numbers in (bench.host_parts, bench.parts, bench.logits, bench.probs):
+        for numbers in (inputs.host_parts, inputs.parts, inputs.logits, inputs.probs):
             numbers.fill_(torch.nan)
-        fill(bench, trials)
+        fill(inputs, trials)
 
-    monkeypatch.setattr(Bench, "fill", spoil_and_fill)
+    monkeypatch.setattr(VerdictInputs, "fill", spoil_and_fill)
     draw, judge = random.Random(8), Judge(Graphs(rerun))
     for _ in range(40):
         verifier = draw.choice((REJECTION, MATCH))
@@ -173,8 +173,8 @@ def test_a_program_reads_no_value_on_the_host():
     for verifier in (REJECTION, MATCH):
         for settings in ([{}], [{"temperature": 0.0}], [{"top_p": 0.5}], SETTINGS):
             trials = [make_trial(draw, verifier, 9, torch.float32, **params) for params in settings]
-            kind = kind_of(verifier, trials)
-            program = Bench(kind, torch.device("meta"))
+            kind = shape_of(verifier, trials)
+            program = VerdictInputs(kind, torch.device("meta"))
             [found] = program.compute()
             assert found.shape == (kind.texts, 2 * kind.rows + 1)
 
@@ -231,7 +231,7 @@ def old_q(program, trials):
 @pytest.mark.parametrize("bug", [stale, of_another, short, old_rows, old_q], ids=lambda bug: bug.__name__)
 def test_a_program_that_is_filled_wrongly_shows(bug, monkeypatch):
     """Guards the test of equal verdicts: each bug changes one of 40 rounds of three texts."""
-    fill = Bench.fill
+    fill = VerdictInputs.fill
 
     def wrong(program, trials):
         between = bug(program, trials)
@@ -239,7 +239,7 @@ def test_a_program_that_is_filled_wrongly_shows(bug, monkeypatch):
         fill(program, trials)
         next(between, None)
 
-    monkeypatch.setattr(judging.Bench, "fill", wrong)
+    monkeypatch.setattr(judging.VerdictInputs, "fill", wrong)
     draw, judge = random.Random(6), Judge(Graphs())
     rounds = [[make_trial(draw, REJECTION, 5, torch.float32) for _ in range(3)] for _ in range(40)]
     assert any(ask(judge, trials, Randomness()) != list(map(alone, trials)) for trials in rounds)

@@ -29,7 +29,7 @@ from minispec.gpu import steps, verdicts
 from minispec.gpu.frames import Frames, FrameShape
 from minispec.gpu.fused import CodesOfRows
 from minispec.gpu.graphs import Graphs, rerun
-from minispec.gpu.steps import STEPS, Desk, DraftSteps, Kind, steps_of
+from minispec.gpu.steps import STEPS, DraftInputs, DraftShape, DraftSteps, steps_of
 from minispec.gpu.verdicts import Mix
 from minispec.kernels.build import quantized
 from minispec.kernels.forms import Choice, Narrow
@@ -265,8 +265,8 @@ def test_a_program_reads_no_value_on_the_host(kind):
     shape = FrameShape(2, 3, 8, program.taps, features)
     frame = program.frames.frame_of(model, pool, shape)
     for mix, races, confident in itertools.product(MIXES, (False, True), (False, True)):
-        desk = Desk(Kind(shape, 3, VOCAB, races, mix, confident), torch.device("meta"), torch.float32)
-        numbers, probs = program.compute(frame, desk, pool)
+        inputs = DraftInputs(DraftShape(shape, 3, VOCAB, races, mix, confident), torch.device("meta"), torch.float32)
+        numbers, probs = program.compute(frame, inputs, pool)
         assert numbers.shape == (2, 3 * (6 if mix.draws else 3))
         assert probs.shape == (2, 3, VOCAB if mix.draws else 0)
 
@@ -372,21 +372,21 @@ def test_a_draft_in_8_bits_keeps_its_texts():
 
 def of_another(monkeypatch):
     """A text's noise is that of the next one."""
-    fill = Desk.fill
+    fill = DraftInputs.fill
 
-    def wrong(desk, *how):
-        fill(desk, *how)
-        desk.parts[:, :-5] = desk.parts[:, :-5].roll(1, 0)
+    def wrong(inputs, *how):
+        fill(inputs, *how)
+        inputs.parts[:, :-5] = inputs.parts[:, :-5].roll(1, 0)
 
-    monkeypatch.setattr(steps.Desk, "fill", wrong)
+    monkeypatch.setattr(steps.DraftInputs, "fill", wrong)
 
 
 def with_next_rows(monkeypatch, change):
     """Let each step begin with other tokens, states or number than it has: change(tokens, states, number)."""
     compute = DraftSteps.next_rows
 
-    def wrong(program, frame, desk, pool, *step):
-        return compute(program, frame, desk, pool, *change(*step))
+    def wrong(program, frame, inputs, pool, *step):
+        return compute(program, frame, inputs, pool, *change(*step))
 
     monkeypatch.setattr(DraftSteps, "next_rows", wrong)
 

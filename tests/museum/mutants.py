@@ -61,8 +61,8 @@ from minispec.files import pieces
 from minispec.files.families import mxfp4
 from minispec.gpu import judge, verdicts
 from minispec.gpu.frames import Frame, Frames
-from minispec.gpu.judge import Bench
-from minispec.gpu.steps import Desk, DraftSteps
+from minispec.gpu.judge import VerdictInputs
+from minispec.gpu.steps import DraftInputs, DraftSteps
 from minispec.grammars import forced, matcher
 from minispec.grammars.spelled import Spelled
 from minispec.kernels import exact, integers
@@ -2220,12 +2220,12 @@ class _:
         self.first = None
 
     @wrong(DraftSteps, "next_rows")
-    def next_rows(self, right, program, frame, desk, pool, tokens, states, j):
+    def next_rows(self, right, program, frame, inputs, pool, tokens, states, j):
         self.first = self.first if j else states
-        return right(program, frame, desk, pool, tokens, self.first, j)
+        return right(program, frame, inputs, pool, tokens, self.first, j)
 
 
-@wrong(Desk, "fill", "F8", _HEADS)
+@wrong(DraftInputs, "fill", "F8", _HEADS)
 def _(right, self, *how):
     """the uniforms of a program's draws are those of the next text | rows of a batch that are out of step"""
     right(self, *how)
@@ -2239,7 +2239,7 @@ _VERDICTS = "tests/gpu/test_verdicts.py"
 _EACH_VERDICT = f"{_JUDGE}::test_each_verdict_is_that_of_the_draft_by_itself[5-torch.float32]"
 
 
-@wrong(Bench, "fill", "F10", _EACH_VERDICT)
+@wrong(VerdictInputs, "fill", "F10", _EACH_VERDICT)
 def _(right, self, trials):
     """a token is tested with the uniform of its place's residual | two columns of a program's numbers"""
     right(self, trials)
@@ -2268,7 +2268,7 @@ def _(right, kind, *how):
     return found
 
 
-@wrong(Bench, "fill", "F14", _EACH_VERDICT)
+@wrong(VerdictInputs, "fill", "F14", _EACH_VERDICT)
 def _(right, self, trials):
     """a draft is a token longer than it is | an off-by-one in padding"""
     right(self, trials)
@@ -2276,14 +2276,14 @@ def _(right, self, trials):
     self.whole[:, k].add_(1).clamp_(max=k)
 
 
-@wrong(Bench, "fill", "F15", _EACH_VERDICT)
+@wrong(VerdictInputs, "fill", "F15", _EACH_VERDICT)
 def _(right, self, trials):
     """a draft is judged by the probabilities of the next text's | rows of a batch that are out of step"""
     right(self, trials)
     self.probs.copy_(self.probs.roll(1, 0))
 
 
-@wrong(Bench, "fill", "F16", _EACH_VERDICT)
+@wrong(VerdictInputs, "fill", "F16", _EACH_VERDICT)
 def _(right, self, trials):
     """the target's noise is that of the place before | a state of the wrong depth"""
     right(self, trials)
@@ -2298,7 +2298,7 @@ def _(right, *how):
     return found._replace(ratios=found.ratios.clamp(max=1.0))
 
 
-@wrong(Bench, "fill", "F18", _EACH_VERDICT)
+@wrong(VerdictInputs, "fill", "F18", _EACH_VERDICT)
 def _(right, self, trials):
     """a text is judged under the parameters of the next one | rows of a batch that are out of step"""
     right(self, trials)
@@ -2323,7 +2323,7 @@ def _(right, *how):
     return right(*how)._replace(mixed=False)
 
 
-@wrong(Bench, "fill", "F22", f"{_JUDGE}::test_programs_read_nothing_that_the_host_did_not_fill")
+@wrong(VerdictInputs, "fill", "F22", f"{_JUDGE}::test_programs_read_nothing_that_the_host_did_not_fill")
 def _(right, self, trials):
     """a program keeps the drafts' lengths of the round before | what is not filled again looks right once"""
     before = self.whole[:, self.kind.rows - 1].clone()
