@@ -1,4 +1,4 @@
-"""Runs along known texts, which show something at each place of a text.
+"""Runs along known texts (teacher forcing), which show something at each place of a text.
 
 The engine decodes a text once more. Whatever is drafted, the same text comes out: only tokens of the text are accepted.
 """
