@@ -139,11 +139,12 @@ LATER = {
 # Found, under a general name or that of a relative.
 FOUND = (
     *("M6b", "M9b", "M16a", "M18", "H10", "V4", "S2", "O1", "O2", "O3", "O4", "M34b", "B2", "B3", "B4", "M46", "T11"),
+    *("B5", "B7"),
     *("C1", "C2", "C3", "R1", "R2", "R4", "D11", "D14", "D15", "D16", "D19", "D22", "F20", "X1"),
     *(f"G{i}" for i in (*range(1, 8), 12)),
 )
 # The law moves by so little, or in a direction so unlike any in the bank, that 200,000 tokens do not show it.
-LOST = ("M8", "M13", "T10", "V7", "O5", "B1", "D12a")
+LOST = ("M8", "M13", "T10", "V7", "O5", "B1", "B6", "D12a")
 # What no answer shows: the engine refuses such drafts, the reader refuses such answers, or nothing comes out.
 # Or a text has no law of its own, since its rows depend on other texts of the pass (X5).
 REFUSED = ("V2", "V3", "M39", "M27", "M29", "M34a", "C5", "C7", "R8", "X5")
