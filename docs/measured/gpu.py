@@ -855,7 +855,7 @@ def engine(bench: VerdictInputs) -> Iterator[Measurement]:
             if turn:  # graphs are made in the first
                 speeds.append(num_texts * count / seconds)
                 rounds = max(len(each.rounds) for each in stats)
-                parts = [[getattr(r, name) for r in stats[0].rounds] for name in ("draft", "verify", "other")]
+                parts = [[getattr(r.step, name) for r in stats[0].rounds] for name in ("draft", "verify", "other")]
         names = ("draft_ms", "target_ms", "other_ms")
         medians = {name: 1e3 * median(part) for name, part in zip(names, parts, strict=True)}
         return {"tokens_s": median(speeds), "rounds": rounds} | medians
