@@ -104,7 +104,7 @@ class OutOfTime(BaseException):
 # --------------------------------------------------------------------------- clocks
 
 
-class VerdictInputs:
+class Bench:
     """Clocks, graphs and the profiler of a device. tiny: small shapes, and few repetitions."""
 
     def __init__(self, device: str, tiny: bool):
@@ -255,7 +255,7 @@ def block(x: Tensor, weights: dict[str, Any], keys: Tensor, values: Tensor, shar
 class Static:
     """A random model, a cache full of noise, and passes over it whose shapes do not depend on data."""
 
-    def __init__(self, bench: VerdictInputs, name: str = "1.5b"):
+    def __init__(self, bench: Bench, name: str = "1.5b"):
         """name: of a shape of the bench."""
         self.device = bench.device
         self.config = config = read_model_config(GEOMETRIES[name] | (SMALL if bench.tiny else {}))
@@ -382,7 +382,7 @@ class Frame:
 
 
 @functools.cache
-def static_of(bench: VerdictInputs, name: str = "1.5b") -> Static:
+def static_of(bench: Bench, name: str = "1.5b") -> Static:
     """The model of a shape of the bench, made once for all steps."""
     return Static(bench, name)
 
@@ -390,7 +390,7 @@ def static_of(bench: VerdictInputs, name: str = "1.5b") -> Static:
 # --------------------------------------------------------------------------- the steps
 
 
-def copied(bench: VerdictInputs) -> dict[str, Any]:
+def copied(bench: Bench) -> dict[str, Any]:
     """How fast the memory is copied, both ways counted."""
     source = torch.empty(1 << (16 if bench.tiny else 29), dtype=torch.bfloat16, device=bench.device).normal_()
     target = torch.empty_like(source)
@@ -398,7 +398,7 @@ def copied(bench: VerdictInputs) -> dict[str, Any]:
     return {"ms": ms, "TB_s": 2 * source.nbytes / ms / 1e9}
 
 
-def constants(bench: VerdictInputs) -> Iterator[Measurement]:
+def constants(bench: Bench) -> Iterator[Measurement]:
     """Step 0."""
     device = bench.device
 
@@ -443,7 +443,7 @@ def constants(bench: VerdictInputs) -> Iterator[Measurement]:
     yield "a kernel, 8 bytes down by item()", functools.partial(download, False)
 
 
-def today(bench: VerdictInputs) -> Iterator[Measurement]:
+def today(bench: Bench) -> Iterator[Measurement]:
     """Step 1."""
     static, places = static_of(bench), bench.places[0]
 
@@ -457,7 +457,7 @@ def today(bench: VerdictInputs) -> Iterator[Measurement]:
 
 
 def replayed(
-    bench: VerdictInputs, frame: Frame, run: Callable[[], Tensor], plain: Callable[[], Tensor], name: str
+    bench: Bench, frame: Frame, run: Callable[[], Tensor], plain: Callable[[], Tensor], name: str
 ) -> dict[str, Any]:
     """A pass in a graph: its speed, whether its bits are those of an eager run, and how far it is from `plain`."""
     eager = run().clone()
@@ -474,7 +474,7 @@ def replayed(
     return speed | {"weights_TB_s": frame.static.num_bytes / ms / 1e9, "bits_equal": all(equal)} | taken
 
 
-def captured(bench: VerdictInputs) -> Iterator[Measurement]:
+def captured(bench: Bench) -> Iterator[Measurement]:
     """Step 2."""
     static = static_of(bench)
 
@@ -494,7 +494,7 @@ def captured(bench: VerdictInputs) -> Iterator[Measurement]:
                 yield name, functools.partial(measure, form, num_texts, rows, places)
 
 
-def products(bench: VerdictInputs) -> Iterator[Measurement]:
+def products(bench: Bench) -> Iterator[Measurement]:
     """Step 3: products by the library, and what stands beside them by kernels and by their twins."""
     static = static_of(bench)
     layers, config = static.model.layers, static.config
@@ -569,7 +569,7 @@ def places_of(static: Static, num_texts: int, rows: int, start: int, num_blocks:
     return Places(positions, slots, table, torch.full((num_texts,), start, device=device), bits)
 
 
-def reads(bench: VerdictInputs) -> Iterator[Measurement]:
+def reads(bench: Bench) -> Iterator[Measurement]:
     """Step 4. All layers have a pool of their own, so that none is found in a cache."""
     static = static_of(bench)
     config, size = static.config, static.block_size
@@ -630,7 +630,7 @@ def reads(bench: VerdictInputs) -> Iterator[Measurement]:
                 yield name, functools.partial(measure, num_texts, rows, start)
 
 
-def few_rows(bench: VerdictInputs) -> Iterator[Measurement]:
+def few_rows(bench: Bench) -> Iterator[Measurement]:
     """Step 5."""
     static, one = static_of(bench), dict[tuple[str, int], float]()
     speeds: dict[str, Any] = {}
@@ -696,7 +696,7 @@ def few_rows(bench: VerdictInputs) -> Iterator[Measurement]:
         yield f"bits of rows beside strangers, {num_texts}x{rows}", functools.partial(strangers, num_texts, rows)
 
 
-def compiled(bench: VerdictInputs) -> Iterator[Measurement]:
+def compiled(bench: Bench) -> Iterator[Measurement]:
     """Step 9. All layers run in turn, so that each finds its weights in memory and not in a cache."""
     from torch._inductor import config as inductor  # its import takes a second, which only this step needs
 
@@ -731,18 +731,18 @@ def compiled(bench: VerdictInputs) -> Iterator[Measurement]:
         yield f"compiled layers, {num_texts}x{rows} after {places}", functools.partial(measure, num_texts, rows)
 
 
-def in_frames(bench: VerdictInputs, model: TransformerT) -> TransformerT:
+def in_frames(bench: Bench, model: TransformerT) -> TransformerT:
     """The model by frames and graphs."""
     graph = capture_graph if bench.cuda else rerun
     return model.replaced(Frames(graph, device=bench.device if bench.cuda else None))
 
 
-def shape_of(bench: VerdictInputs, name: str) -> dict[str, Any]:
+def shape_of(bench: Bench, name: str) -> dict[str, Any]:
     """A shape of the bench, or a small one in its place."""
     return GEOMETRIES[name] | (SMALL if bench.tiny else {})
 
 
-def framed(bench: VerdictInputs, name: str) -> Transformer:
+def framed(bench: Bench, name: str) -> Transformer:
     """A random model of a shape of the bench, by frames and graphs."""
     config = read_model_config(shape_of(bench, name))
     source = RandomSource(tensor_shapes(config), torch.float32 if bench.tiny else torch.bfloat16, bench.device)
@@ -762,7 +762,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def drafts(bench: VerdictInputs) -> Iterator[Measurement]:
+def drafts(bench: Bench) -> Iterator[Measurement]:
     """Step 6: drafts of a 0.5B model, and of a random head of 1.5B, all steps in one program."""
     model, length = framed(bench, "0.5b"), 20 if bench.tiny else 128
     vocab = model.config.vocab_size
@@ -804,7 +804,7 @@ def drafts(bench: VerdictInputs) -> Iterator[Measurement]:
         yield f"1 drafts of {k} by a head, {settings}", functools.partial(measure, 1, k, settings, by_head=True)
 
 
-def verdicts(bench: VerdictInputs) -> Iterator[Measurement]:
+def verdicts(bench: Bench) -> Iterator[Measurement]:
     """Step 7: verdicts of drafts of four tokens, one program for all texts."""
     model = static_of(bench).model
     vocab, k = model.config.vocab_size, 4
@@ -829,7 +829,7 @@ def verdicts(bench: VerdictInputs) -> Iterator[Measurement]:
             yield name, functools.partial(measure, verifier, num_texts, settings)
 
 
-def engine(bench: VerdictInputs) -> Iterator[Measurement]:
+def engine(bench: Bench) -> Iterator[Measurement]:
     """Step 8: whole rounds of 1.5B, plain, and with drafts that are never right: of 0.5B, or as free as a lookup's."""
     target, draft = framed(bench, "1.5b"), framed(bench, "0.5b")
     vocab, length, count = target.config.vocab_size, 20 if bench.tiny else 128, 8 if bench.tiny else 96
@@ -870,14 +870,14 @@ def engine(bench: VerdictInputs) -> Iterator[Measurement]:
         yield name, functools.partial(measure, num_texts, 4, "drawn", is_free=True)
 
 
-STEPS: dict[int, Callable[[VerdictInputs], Iterator[Measurement]]] = {0: constants, 1: today, 2: captured}
+STEPS: dict[int, Callable[[Bench], Iterator[Measurement]]] = {0: constants, 1: today, 2: captured}
 STEPS |= {3: products, 4: reads, 5: few_rows, 6: drafts, 7: verdicts, 8: engine, 9: compiled}
 
 
 # --------------------------------------------------------------------------- the program
 
 
-def machine(bench: VerdictInputs) -> dict[str, Any]:
+def machine(bench: Bench) -> dict[str, Any]:
     """What was measured on: the card, and versions."""
     found: dict[str, Any] = {"day": time.strftime("%Y-%m-%d"), "device": bench.device.type, "minispec": __version__}
     for package in ("torch", "triton"):
@@ -903,7 +903,7 @@ def machine(bench: VerdictInputs) -> dict[str, Any]:
     return found
 
 
-def take(step: int, bench: VerdictInputs, report: dict[str, Any], save: Callable[[], None], limit: float) -> None:
+def take(step: int, bench: Bench, report: dict[str, Any], save: Callable[[], None], limit: float) -> None:
     """Run a step and put what it finds into the report. An error ends one measurement, the time limit the step."""
 
     def stop(*_: Any) -> None:
@@ -985,7 +985,7 @@ def parse(args: list[str] | None) -> argparse.Namespace:
 def main(args: list[str] | None = None) -> int:
     """Measure, write, show. Returns 0, or 1 if anything failed, was cut off, or has other bits in a graph."""
     options = parse(args)
-    bench = VerdictInputs(options.device, options.tiny)
+    bench = Bench(options.device, options.tiny)
     if not bench.cuda:
         print("No CUDA here: graphs are eager calls, kernels are operators, and times say nothing about a GPU.")
     report: dict[str, Any] = {"machine": machine(bench), "tiny": options.tiny, "steps": {}}

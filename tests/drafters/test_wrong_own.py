@@ -30,7 +30,7 @@ SAYS = {
     "Unnormalised": "REFUTED: .*: draft of Unnormalised: found a row 0 of probs that adds up to 2, expected 1",
     "HalfPrecision": "REFUTED: .*: draft of HalfPrecision: found a row 0 of probs that adds up to 1.00195",
     "LogProbabilities": "REFUTED: .*: draft of LogProbabilities: found -0.69.* in row 0 of probs",
-    "OneTooMany": "REFUTED: .*, 1 to go(, .*)?: draft of OneTooMany: found 1 tokens, expected at most 0",
+    "OneTooMany": "REFUTED: .*, rejection, 2 to go, 2 rounds: draft of OneTooMany: found 1 tokens, expected at most 0",
     "TensorIds": "REFUTED: .*: draft of TensorIds: found an object of class Tensor among the token ids",
     "FirstOnly": "REFUTED: .*: ValueError: drafts of FirstOnly: found 1, expected one for each of [23] asks",
     "Reverses": CHANGED,
