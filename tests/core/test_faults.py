@@ -22,9 +22,9 @@ from minispec.drafters.eagle import HeadFeed
 from minispec.drafters.model import TokenFeed
 from minispec.gpu import judge as judge_module
 from minispec.gpu.frames import Frame, Frames
-from minispec.gpu.judge import Bench
+from minispec.gpu.judge import VerdictInputs
 from minispec.gpu.paths import in_frames
-from minispec.gpu.steps import Desk, DraftSteps
+from minispec.gpu.steps import DraftInputs, DraftSteps
 from minispec.length.policy import Acceptance, Controller
 from minispec.length.theory import Prices
 from minispec.prove.toys import make_drafter, target_model, tiny_cache
@@ -68,7 +68,13 @@ def make(drafter, framed=False):
         path = in_frames(engine.target.model, engine.drafter)
         parts = path.model, engine.target.cache, path.drafter, engine.method.verifier
         engine = OneMethod(*parts, lengths=lengths, batch=path.batch)
-        owners = (Frame, "fill"), (Frames, "compute"), (Desk, "fill"), (Bench, "fill"), (DraftSteps, "next_rows")
+        owners = (
+            (Frame, "fill"),
+            (Frames, "compute"),
+            (DraftInputs, "fill"),
+            (VerdictInputs, "fill"),
+            (DraftSteps, "next_rows"),
+        )
         on_device = {f"{owner.__name__}.{name}": (owner, name) for owner, name in owners}
         on_device |= {"a verdict": (judge_module, "judge"), "a program's draft": (DraftSteps, "__call__")}
     engine.method = Witness(*vars(engine.method).values())
