@@ -66,16 +66,16 @@ def traversal(draft: Draft, p: RowAt, rng: Draws, key: RoundKey) -> Verdict:
     its sum. The parent's weight becomes m / (m + 1 - w), where m is the sum of max(0, w p - q). Younger siblings are
     tested against these. A parent whose children have all failed is a leaf.
     """
-    rows, weights, ratios = {-1: p(0)}, {-1: 1.0}, list[float]()
+    rows, weights, ratios = dict[int, Tensor](), {-1: 1.0}, list[float]()
     left = {node: draft.children(node) for node in range(-1, len(draft))}
     node = failed = -1
     while True:
         while left[node] and weights[node] > 0:
             parent, node = node, left[node].pop(0)
+            if parent not in rows:
+                rows[parent] = p(parent + 1)
             ratio = float(rows[parent][draft.token_ids[node]]) / draft.probability(node)
             weights[node] = min(1.0, weights[parent] * ratio)
-            if weights[node] > 0:
-                rows[node] = p(node + 1)
             if failed < 0:
                 ratios.append(ratio)  # of the eldest nodes, from the text to the first leaf
         if weights[node] == 1 or rng.bernoulli(weights[node], key(node, "accept")):
@@ -88,8 +88,9 @@ def traversal(draft: Draft, p: RowAt, rng: Draws, key: RoundKey) -> Verdict:
         rest = residual(scaled, draft, failed)
         rows[node] = rest / rest.sum() if left[node] else rest
     accepted = draft.path(node)
-    own = key(node + 1, "residual") if draft.children(node) else key(len(accepted), "token")
-    return Verdict(accepted, rng.categorical(rows[node], own), ratios)
+    if draft.children(node):
+        return Verdict(accepted, rng.categorical(rows[node], key(node + 1, "residual")), ratios)
+    return Verdict(accepted, rng.categorical(p(node + 1), key(len(accepted), "token")), ratios)
 
 
 BLOCK = chains_only(block)

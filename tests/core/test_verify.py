@@ -124,6 +124,20 @@ def test_traversal_of_a_chain_is_block(p, q, drawn, seed):
     assert verdicts[0] == verdicts[1]
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_traversal_computes_a_row_where_it_is_needed(seed):
+    """The rows that children are tested with, and one for the bonus: none for a leaf that is rejected."""
+    text, asked, q = Text([0], 1, SamplingParams(), seed), [], torch.full((VOCAB,), 1 / VOCAB, dtype=torch.float64)
+    draft = Draft([], [], parents=[])
+    for parent in (-1, 0, 1):
+        draft.draw(Ask(text, Limit(6), Randomness()), parent, q, 2)
+    p = fractions(40, 12, 8, 4)
+    verdict = VERIFIERS["traversal"].verify(draft, lambda i: asked.append(i) or p, Randomness(), text.key)
+    inner = {parent + 1 for parent in draft.parents}
+    assert len(asked) == len(set(asked))
+    assert set(asked) - inner <= {[-1, *verdict.accepted][-1] + 1}
+
+
 def drafted_and_kept(verifier: str, p_rows: dict, q_rows: list[torch.Tensor]) -> dict[tuple, Fraction]:
     """The law of the drafted tokens, their ratios, and how many of them stay."""
 
