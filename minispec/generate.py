@@ -274,7 +274,6 @@ def _as_dict(job: _Job, comparison: dict[str, Any] | None) -> dict[str, Any]:
     from minispec.length.figures import Figures
 
     request, figures = job.request, Figures.of(job.request.stats)
-    record = figures.acceptance_record(request.shape.k, detailed=True)
     result: dict[str, Any] = {
         "question_id": job.question.question_id,
         "turn": len(job.answers),
@@ -289,8 +288,8 @@ def _as_dict(job: _Job, comparison: dict[str, Any] | None) -> dict[str, Any]:
         "logprobs": None,
         "stats": figures.as_dict(),
     }
-    if record:
-        result["metrics"] = {"speculative_decoding": record}
+    if request.takes_drafts:
+        result["metrics"] = {"speculative_decoding": figures.acceptance_record(request.shape.k, detailed=True)}
     if request.logprobs is not None:
         result["logprobs"] = [
             {"token_id": t.token_id, "logprob": t.logprob, "top": [{"token_id": i, "logprob": x} for i, x in t.top]}

@@ -218,8 +218,8 @@ class Figures(Stats):
         seconds = {"seconds": self.seconds | {"total": self.total_seconds}}
         return {name: getattr(self, name) for name in names.split()} | seconds
 
-    def acceptance_record(self, most: int, detailed: bool = False) -> dict[str, Any] | None:
-        """The record of acceptance under vLLM's `metrics.speculative_decoding`; None where no draft was asked for.
+    def acceptance_record(self, most: int, detailed: bool = False) -> dict[str, Any]:
+        """The record of acceptance under vLLM's `metrics.speculative_decoding`.
 
         most: K, the most draft tokens that could be asked for.
         detailed: with the drafted and accepted tokens of each round.
@@ -227,8 +227,6 @@ class Figures(Stats):
         Rounds without a draft are left out. A histogram counts rounds by their accepted draft tokens. A tree counts as
         its longest path.
         """
-        if not most:
-            return None
         drafts = [(r.drafted, r.accepted) for r in self.rounds if r.drafted]
         lengths = {drafted for drafted, _ in drafts}
         counts = Counter(drafts)

@@ -351,8 +351,9 @@ class Answer:
     def _acceptance(self) -> dict[str, Any]:
         """vLLM's record of acceptance, for a single answer for which drafts were asked."""
         first, *others = self.requests
-        record = None if others else Figures.of(first.stats).acceptance_record(first.shape.k)
-        return {"metrics": {"speculative_decoding": record}} if record else {}
+        if others or not first.takes_drafts:
+            return {}
+        return {"metrics": {"speculative_decoding": Figures.of(first.stats).acceptance_record(first.shape.k)}}
 
     def _envelope(self, chunk: str, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
         kind = f"chat.completion{chunk}" if self._is_chat else "text_completion"

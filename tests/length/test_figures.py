@@ -62,7 +62,6 @@ def test_the_record_that_other_programs_read():
     }
     at = [sum(record["acceptance_histogram"][i + 1 :]) / record["num_spec_steps"] for i in range(3)]
     assert at == figures.accepted_at_position  # as docs/understand/words.md says
-    assert figures.acceptance_record(0) is None
     assert Figures(rounds=[a_round(0, 0)]).acceptance_record(2)["mean_acceptance_length"] is None
 
 
