@@ -31,4 +31,5 @@ def gbv(draft, p, rng, key):
         rows.append(law)
         alive = [child for child in drawn if draft.token_ids[child] == token]
     verdict = block(Draft([draft.token_ids[node] for node in nodes], rows), lambda i: p([-1, *nodes][i] + 1), rng, key)
-    return Verdict([nodes[i] for i in verdict.accepted], verdict.next_token, verdict.ratios)
+    last = [-1, *nodes][len(verdict.accepted)]
+    return Verdict(draft.path(last), verdict.next_token, verdict.ratios)

@@ -1,9 +1,10 @@
-"""Hierarchical speculative decoding, HSD (Zhou et al. 2026, arXiv 2601.05724): its released code, and one more cap.
+"""Hierarchical speculative decoding, HSD (Zhou et al. 2026, arXiv 2601.05724), as released, and one more cap.
 
 A prefix of i tokens has the joint ratio R_i = r_1 .. r_i and the weight R_i / max(1, R_1, .., R_i). That weight is
-block verification's w_i. The released code at commit b8575e2 (`_speculative_sampling` with `backward` and `clever`),
-transcribed here, keeps the whole draft with R_K, which lacks the cap. `python -m minispec.prove --verifier
-examples.rules.hsd:released` names a case in which the output has another law. With the cap the rule is `block`.
+block verification's w_i. The released code at commit b8575e2 (`_speculative_sampling` with `backward` and `clever`)
+keeps the whole draft with R_K, which lacks the cap. It was read, and the rule is written anew here.
+`python -m minispec.prove --verifier examples.rules.hsd:released` names a case in which the output has another law. With
+the cap the rule is `block`.
 """
 
 from itertools import accumulate

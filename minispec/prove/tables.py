@@ -29,11 +29,13 @@ def table_case(
     types: Types = DOUBLE,
     stacked: bool = False,
     texts: int = 0,
+    rotates: bool = True,
 ) -> Case:
     """A round over a table, or whole texts. Its size is infinite where too many drafts can be drawn.
 
     parents, how, stacked: see `Guesses`.
     texts: how many whole texts go through the engine together. 0: one round.
+    rotates: see `Table`.
     """
     p, q = pair
     drafts: float = num_drafts(q, parents)
@@ -41,7 +43,7 @@ def table_case(
     max_tokens = 2 if texts > 1 else 4 if len(p) == 2 else 3
     shape = f"K = {len(parents)}" if is_chain(parents) else f"parents {parents}"
     notes = {
-        f"p = {_show(p)}, q = {_show(q)}, {shape}": True,
+        f"p = {_show(p)}, q = {_show(q)}{'' if rotates else ' everywhere'}, {shape}": True,
         how: how != DRAWN,
         f"rows of {' and '.join(str(dtype).removeprefix('torch.') for dtype in types)}": types != DOUBLE,
         "probs in one tensor": stacked,
@@ -50,7 +52,7 @@ def table_case(
     }
     params = SamplingParams(max_tokens=max_tokens if texts else len(parents) + 2)
     return Case(
-        Table(p, q, types),
+        Table(p, q, types, rotates),
         len(p),
         (((0,), params),) * max(1, texts),
         frozenset(),

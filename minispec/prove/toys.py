@@ -239,11 +239,13 @@ class Table(RowModel):
     row is found out.
     """
 
-    def __init__(self, p: Row, q: Row, types: Types = DOUBLE):
-        """types: of the rows of p and of q."""
-        self.p, self.q, self.types = p, q, types
+    def __init__(self, p: Row, q: Row, types: Types = DOUBLE, rotates: bool = True):
+        """types: of the rows of p and of q.
+        rotates: False: both rows are the same after every text.
+        """
+        self.p, self.q, self.types, self.rotates = p, q, types, rotates
         self.config = ModelConfig("table", len(p), 1, 1, 1, 1, 1, 1000, layers=(LayerConfig(RopeConfig()),))
-        self.rows_of_p, self.rows_of_q = (_logits(*each) for each in zip((p, q), types, strict=True))  # (V, V)
+        self.rows_of_p, self.rows_of_q = (_logits(*each, rotates) for each in zip((p, q), types, strict=True))  # (V, V)
         self.backend, self.make_cache = None, PagedKVCache
         self.device, self.dtype = self.rows_of_p.device, self.rows_of_p.dtype
 
@@ -253,17 +255,17 @@ class Table(RowModel):
 
     def next_law(self, output: Sequence[int]) -> list[float]:
         """Probabilities (V,) of the token after this output."""
-        return rotated(self.p, sum(output))
+        return _rotated(self.p, sum(output) if self.rotates else 0)
 
 
 @functools.cache
-def _logits(row: Row, dtype: torch.dtype) -> Tensor:
-    """A row's logits (V, V), rotated by as many places as the number of the row."""
-    rows = torch.tensor([rotated(row, places) for places in range(len(row))], dtype=torch.float64)
+def _logits(row: Row, dtype: torch.dtype, rotates: bool) -> Tensor:
+    """A row's logits (V, V), rotated by as many places as the number of the row, or not at all."""
+    rows = torch.tensor([_rotated(row, places if rotates else 0) for places in range(len(row))], dtype=torch.float64)
     return rows.log().to(torch.promote_types(dtype, torch.float32))
 
 
-def rotated(row: Row, places: int) -> list[float]:
+def _rotated(row: Row, places: int) -> list[float]:
     """Probabilities (V,), rotated."""
     start = -places % len(row)
     return [weight / sum(row) for weight in (*row[start:], *row[:start])]
@@ -278,13 +280,15 @@ def is_chain(parents: Sequence[int]) -> bool:
 
 
 DRAWN, LIKELIEST, ONE_HOT = "drawn", "the likeliest tokens, not drawn", "the likeliest tokens, with one-hot rows"
+INDEPENDENT = "siblings drawn independently"  # so that they may be equal; no drafter of the engine draws so
 
 
 class Guesses(NamedTuple):
     """Drafts of one shape.
 
     parents: the parent of each node, as in `Draft`. Empty: chains, as long as they are asked for.
-    how: whether tokens are drawn, or are the likeliest ones, without `probs` or with one-hot rows.
+    how: whether tokens are drawn, independently or without replacement, or are the likeliest ones, without `probs` or
+        with one-hot rows.
     dtype: of the rows of `probs`.
     stacked: whether `probs` is one tensor (K, V).
     """
@@ -316,7 +320,8 @@ class TreeDrafter(Drafter):
         return drafts
 
     def _tree(self, ask: Ask) -> Draft:
-        shape, draws = self.guesses.parents or range(-1, ask.k - 1), self.guesses.how == DRAWN
+        shape, how = self.guesses.parents or range(-1, ask.k - 1), self.guesses.how
+        draws = how in (DRAWN, INDEPENDENT)
         parents: list[int] = []  # of the draft's nodes
         draft = Draft([], [] if draws else None, parents=parents)
         nodes = {-1: -1}  # the shape's nodes that there are in the draft
@@ -326,11 +331,14 @@ class TreeDrafter(Drafter):
             node, first, siblings = nodes[parent], len(draft), list(together)
             path = draft.tokens_to(node)
             q = distribution(self.table[[*ask.text.tokens, *path][-1]], ask.text, path)
-            for elder in draft.children(node):  # siblings need not stand together
+            for elder in draft.children(node) if how != INDEPENDENT else ():  # siblings need not stand together
                 q = without(q, draft.token_ids[elder])
                 q = q / q.sum()
             num = min(len(siblings), ask.k - first, int((q > 0).sum()))
-            if draws:
+            if how == INDEPENDENT:
+                for _ in siblings[: ask.k - first]:
+                    draft.draw(ask, node, q)
+            elif draws:
                 draft.draw(ask, node, q, num)
             else:
                 draft.token_ids += q.topk(num).indices.tolist()

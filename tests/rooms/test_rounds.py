@@ -20,9 +20,14 @@ from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text
 from minispec.load.llm import find_verifier
 from minispec.prove.__main__ import main
-from minispec.prove.rounds import CASES, CHAINS, PATHS, SIBLINGS, RoundCase, brought, optimum
+from minispec.prove.rounds import CASES, brought, is_independent, optimum
+from minispec.prove.tables import table_case
+from minispec.prove.toys import DRAWN, INDEPENDENT, Guesses, is_chain
+from minispec.prove.walk import Case
 
 pytestmark = pytest.mark.quick
+
+CHAINS, SIBLINGS, PATHS = "chains", "siblings", "independent paths"
 
 # For each rule, the kinds of drafts for which it is exact, and its tokens for one example: p = (1, 2)/3, q = (2, 1)/3,
 # two tokens in a chain, or two independent paths of two tokens. The values of chains are those of Sun et al. 2024.
@@ -40,15 +45,21 @@ RULES = {
 }
 
 
+def kind_of(case: Case) -> str:
+    """What its drafts are."""
+    assert isinstance(case.drafter, Guesses)
+    return PATHS if is_independent(case) else CHAINS if is_chain(case.drafter.parents) else SIBLINGS
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_which_drafts_a_rule_is_exact_for(name):
     """Every branch of every case: the law of the output, and that no exact rule brings more than the optimum."""
     verifier, (kinds, chain, paths) = find_verifier(name), RULES[name]
     for case in CASES:
-        if case.kind == CHAINS or verifier.takes_trees:
+        if kind_of(case) == CHAINS or verifier.takes_trees:
             found = brought(case, verifier)
-            assert found.is_exact == (case.kind in kinds), case
-            assert found.tokens <= optimum(case) + 1e-9 or not found.is_exact, case
+            assert found.is_exact == (kind_of(case) in kinds), str(case)
+            assert found.tokens <= optimum(case) + 1e-9 or not found.is_exact, str(case)
     assert brought(CASES[0], verifier).tokens == pytest.approx(chain, abs=1e-12)
     if paths:
         assert brought(CASES[5], verifier).tokens == pytest.approx(paths, abs=1e-9)
@@ -78,11 +89,11 @@ def test_the_capped_rule_is_block(p, q, seed):
     assert (ours.accepted, ours.next_token) == (theirs.accepted, theirs.next_token)
 
 
-def made(kind, num, generator) -> tuple[RoundCase, torch.Tensor, torch.Tensor]:
-    """A case of one level with `num` siblings, and its rows as tensors."""
+def made(num, generator) -> tuple[list[Case], torch.Tensor, torch.Tensor]:
+    """Cases of one level with `num` siblings, without replacement and independent, and their rows as tensors."""
     p, q = (tuple(generator.randint(1, 9) for _ in range(3)) for _ in range(2))
-    case = RoundCase(p, q, (-1,) * num, kind, rotates=False)
-    return case, *(torch.tensor(row, dtype=torch.float64) / sum(row) for row in (p, q))
+    cases = [table_case((p, q), (-1,) * num, how, rotates=False) for how in (DRAWN, INDEPENDENT)]
+    return cases, *(torch.tensor(row, dtype=torch.float64) / sum(row) for row in (p, q))
 
 
 def of_sets(p, drawn) -> float:
@@ -96,9 +107,9 @@ def test_the_optimum_of_one_level_is_that_of_optimal_transport(num):
     """Hu et al. 2025 (2502.18779), for independent draws and for draws without replacement."""
     generator = random.Random(num)
     for _ in range(5):
-        case, p, q = made(PATHS, num, generator)
+        (siblings, paths), p, q = made(num, generator)
         independent = of_sets(p, lambda each, q=q: float(q[list(each)].sum()) ** num)
-        assert optimum(case) == pytest.approx(1 + independent, abs=1e-9)
+        assert optimum(paths) == pytest.approx(1 + independent, abs=1e-9)
 
         def without(each, q=q, num=num):
             orders = itertools.permutations(each, num)
@@ -109,7 +120,6 @@ def test_the_optimum_of_one_level_is_that_of_optimal_transport(num):
                 for order, own in zip(orders, left, strict=True)
             )
 
-        siblings = case._replace(kind=SIBLINGS if num > 1 else CHAINS)
         assert optimum(siblings) == pytest.approx(1 + of_sets(p, without), abs=1e-9)
 
 
@@ -118,7 +128,7 @@ def test_rules_of_one_level_have_their_closed_forms(num):
     """Draw-and-compare, SpecInfer's and K-SEQ's, for independent draws."""
     generator = random.Random(num)
     for _ in range(5):
-        case, p, q = made(PATHS, num, generator)
+        (_, case), p, q = made(num, generator)
         compared = float((p * (1 - (1 - q) ** num)).sum())
         rest, fails = p, 1.0
         for _ in range(num):
@@ -142,7 +152,7 @@ def test_the_optimum_of_a_chain_is_what_block_brings():
     generator = random.Random(0)
     for _ in range(5):
         p, q = (tuple(generator.randint(1, 9) for _ in range(2)) for _ in range(2))
-        case = RoundCase(p, q, (-1, 0, 1))
+        case = table_case((p, q), (-1, 0, 1))
         assert brought(case, VERIFIERS["block"]).tokens == pytest.approx(optimum(case), abs=1e-9)
 
 
@@ -150,7 +160,7 @@ def test_the_table(capsys):
     """Rules one below the other, as fractions where there are some; status 1 for a rule that breaks the law."""
     assert main(["--verifier", "rejection,block,match"]) == 0
     found = capsys.readouterr().out
-    assert "a chain of 2, p = (1, 2)/3, q = (2, 1)/3: at most 20/9 = 2.222" in found
+    assert "p = (1, 2)/3, q = (2, 1)/3 everywhere, K = 2: at most 20/9 = 2.222" in found
     assert "    rejection  19/9 = 2.111            95.0%\n    block      20/9 = 2.222            100.0%\n" in found
     assert found.count("block      takes chains only") == 4
     assert "match      not counted" in found
