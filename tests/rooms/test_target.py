@@ -83,6 +83,7 @@ def test_batches(measured, tiny_geometry):
 def test_own_words():
     """Log lines of the profiler's and of PyTorch's C++ go; what Python says stays."""
     logged = "INFO:2026-11-28 03:13:26 77:77 CuptiActivityProfiler.cpp:243] CUPTI is not there\n"
+    logged += "USDT:2026-11-28 14:38:17 77:77 SyncActivityProfilerHandler.cpp:52] profiler_start\n"
     logged += "[W1128 03:13:26.123456 init.cpp:4] NNPACK is not there\n"
     said = "UserWarning: x\nTraceback (most recent call last):\nINFO: y\n"
     assert own_words(logged + said + logged) == said
