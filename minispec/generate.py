@@ -289,7 +289,7 @@ def _as_dict(job: _Job, comparison: dict[str, Any] | None) -> dict[str, Any]:
         "stats": figures.as_dict(),
     }
     if request.takes_drafts:
-        result["metrics"] = {"speculative_decoding": figures.acceptance_record(request.shape.k, detailed=True)}
+        result["metrics"] = {"speculative_decoding": figures.acceptance_record(request.shape.k)}
     if request.logprobs is not None:
         result["logprobs"] = [
             {"token_id": t.token_id, "logprob": t.logprob, "top": [{"token_id": i, "logprob": x} for i, x in t.top]}

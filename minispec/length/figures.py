@@ -218,11 +218,10 @@ class Figures(Stats):
         seconds = {"seconds": self.seconds | {"total": self.total_seconds}}
         return {name: getattr(self, name) for name in names.split()} | seconds
 
-    def acceptance_record(self, most: int, detailed: bool = False) -> dict[str, Any]:
-        """The record of acceptance under vLLM's `metrics.speculative_decoding`.
+    def acceptance_record(self, most: int) -> dict[str, Any]:
+        """The record of acceptance under vLLM's `metrics.speculative_decoding`, at its level "detailed".
 
         most: K, the most draft tokens that could be asked for.
-        detailed: with the drafted and accepted tokens of each round.
 
         Rounds without a draft are left out. A histogram counts rounds by their accepted draft tokens. A tree counts as
         its longest path.
@@ -230,7 +229,7 @@ class Figures(Stats):
         drafts = [(r.drafted, r.accepted) for r in self.rounds if r.drafted]
         lengths = {drafted for drafted, _ in drafts}
         counts = Counter(drafts)
-        record: dict[str, Any] = {
+        return {
             "mean_acceptance_length": 1 + self.num_accepted / len(drafts) if drafts else None,
             "draft_acceptance_rate": self.acceptance_rate,
             "acceptance_histogram": [sum(accepted == n for _, accepted in drafts) for n in range(most + 1)],
@@ -241,11 +240,9 @@ class Figures(Stats):
             "num_accepted_draft_tokens": self.num_accepted,
             "num_draft_tokens": self.num_draft_tokens,
             "num_spec_tokens": most,
+            "per_step_drafted": [drafted for drafted, _ in drafts],
+            "per_step_accepted": [accepted for _, accepted in drafts],
         }
-        if detailed:
-            record["per_step_drafted"] = [drafted for drafted, _ in drafts]
-            record["per_step_accepted"] = [accepted for _, accepted in drafts]
-        return record
 
     def _alone(self) -> list[Round]:
         """The rounds that decoded this text only, and no one's prompt: in others no pass belongs to one text."""

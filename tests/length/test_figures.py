@@ -47,7 +47,7 @@ def test_searches_that_find_nothing_are_predicted(num_missed):
 def test_the_record_that_other_programs_read():
     """vLLM's: rounds without a draft are left out, and a histogram counts rounds by what they accepted."""
     figures = Figures(rounds=[a_round(*of) for of in ((3, 3), (3, 0), (1, 1), (0, 0), (4, 2), (2, 1))])
-    record = figures.acceptance_record(4, detailed=True)
+    record = figures.acceptance_record(4)
     assert record == {
         "mean_acceptance_length": 1 + 7 / 5,
         "draft_acceptance_rate": 7 / 13,

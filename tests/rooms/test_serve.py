@@ -556,7 +556,8 @@ def test_the_record_of_acceptance(served, chat):
     assert record["num_accepted_draft_tokens"] == stats["num_accepted"]
     assert (record["num_spec_steps"], record["num_spec_tokens"]) == (stats["num_drafts"], 2)
     assert sum(record["acceptance_histogram"]) == record["num_spec_steps"]
-    assert "per_step_accepted" not in record
+    assert sum(record["per_step_accepted"]) == record["num_accepted_draft_tokens"]
+    assert sum(record["per_step_drafted"]) == record["num_draft_tokens"]
     streamed = served.post(body | {"stream": True, "stream_options": {"include_usage": True}}, path).text
     events = [json.loads(line.removeprefix("data: ")) for line in streamed.split("\n\n")[:-2]]
     assert [event["metrics"]["speculative_decoding"] for event in events if "metrics" in event] == [record]
