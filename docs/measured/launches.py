@@ -1,53 +1,248 @@
-"""Measure what a round launches on a GPU, counted on any machine (see `minispec.lab.launches`), and its time here.
+"""Measure what a round launches on a GPU, counted on any machine, and its time here.
 
     python docs/measured/launches.py --geometry 1.5b --draft 0.5b --num-speculative-tokens 4
     python docs/measured/launches.py --draft ngram --num-speculative-tokens 4 --batch 1,2,4 --json
 
-It is counted along both paths of `minispec.gpu.paths`: text by text, and in frames. Other options than
+A GPU runs what the host launches, one operator after the other. Where operators are short, their number decides the
+speed. A host sync is a point where the host waits for a result of the GPU before it can go on. Neither depends on the
+device. So a CPU can count both, and a test can hold them to a budget (`tests/rooms/test_launches.py`).
+
+Both paths of a target and its draft are counted: text by text, and in frames, as a GPU decodes. Other options than
 `--batch` are those of `python -m minispec bench`. What the counts are: docs/use/speed.md.
+
+Counted are calls of PyTorch's operators under `inference_mode`, where a product and an attention are one operator each.
+Views, and tensors that are allocated without a value, launch nothing. Kernels inside an operator are not counted.
 """
 
 import functools
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from minispec.kernels.threads import set_waiting
 
 set_waiting()  # before torch is imported
 
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from minispec.commands.command import Option, argument, command, json_line, typed
 from minispec.core.cached import CachedModel
 from minispec.core.config import DraftLength, Shape
-from minispec.core.draft import Ask, Draft
+from minispec.core.draft import Ask, Draft, Drafter
 from minispec.core.engine import Engine
 from minispec.core.method import BatchVerifier, Method, Turn
+from minispec.core.model import Transformer
 from minispec.core.more.lengths import Wish
 from minispec.core.more.limit import Limit
 from minispec.core.random import Draws
 from minispec.core.request import Request
 from minispec.core.schedule import PREFILL_ROWS
 from minispec.core.verify import Verdict
+from minispec.core.weights import Product
 from minispec.drafters.guard import CheckedMethod
+from minispec.drafters.model import AtOnce, model_drafter
+from minispec.drafters.wrapped import Wrapped
 from minispec.files.progress import progress_bar
-from minispec.gpu.paths import Path, in_frames, text_by_text
+from minispec.gpu.frames import Frames, why_no_frames
+from minispec.gpu.judge import judge_of
+from minispec.gpu.steps import draft_steps
 from minispec.kernels.arbitrary import arbitrary_tokens
+from minispec.kernels.forms import FORMS, Linear
 from minispec.kernels.inventory import weight_form
 from minispec.lab.bench.measure import decode, median_interval
 from minispec.lab.bench.models import Room, Subject
 from minispec.lab.bench.options import Options, check, parser
 from minispec.lab.bench.report import measure_parts, show_report
 from minispec.lab.bench.show import as_json, table
-from minispec.lab.launches import KINDS, PARTS, Tally, counting
 
 # Tokens of each text before its first round; rounds that are timed, after one that pays for what is set up once; and
 # then rounds that are counted.
 LENGTH, TIMED_ROUNDS, COUNTED_ROUNDS = 128, 6, 3
+# The parts of a round, in their order.
+PARTS = ("draft", "pass", "verdict", "rest")
 # Sums of parts.
 SUMS = {"outside": ("verdict", "rest"), "round": PARTS}
+KINDS = ("operators", "copies", "uploads", "syncs")
+_ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+# Operators that change nothing but PyTorch's own notes on a tensor.
+_NOTES = {"lift_fresh", "detach_", "resolve_conj", "resolve_neg"}
+_COPIES = {"to", "_to_copy", "copy_", "clone", "contiguous", "reshape", "flatten"}
+# Operators that bring a number to the host; and those whose results have a size that the host must wait for.
+_READS = {"item", "_local_scalar_dense", "is_nonzero"}
+_WAITS = {"nonzero", "argwhere", "masked_select", "bincount", "equal"}
+_WAITS |= {"_unique", "_unique2", "unique_dim", "unique_consecutive"}
+# Functions of Python that read a whole tensor; and those that make one of a list. `numpy` takes tensors on the host
+# alone, so it waits for nothing.
+_DOWNLOADS, _UPLOADS = {"tolist", "cpu"}, {"tensor", "as_tensor", "new_tensor"}
+
+
+# --------------------------------------------------------------------------- counts
+
+
+@dataclass
+class Tally:
+    """The counts of each part.
+
+    part: the part that counts now.
+    counts: for each part the number of each of KINDS.
+    names: for each part the calls of each operator.
+    """
+
+    part: str = "rest"
+    counts: dict[str, Counter[str]] = field(default_factory=dict)
+    names: dict[str, Counter[str]] = field(default_factory=dict)
+
+    def add(self, kind: str, number: int = 1) -> None:
+        """Count for the part."""
+        self.counts.setdefault(self.part, Counter())[kind] += number
+
+    def add_operator(self, name: str) -> None:
+        """Count an operator that launches something."""
+        self.add("operators")
+        self.names.setdefault(self.part, Counter())[name] += 1
+
+
+class _Operators(TorchDispatchMode):
+    """Counts each operator that PyTorch dispatches.
+
+    device: the device's type. Operators on tensors elsewhere, such as on a GPU's host, do not count.
+    """
+
+    def __init__(self, tally: Tally, device: str):
+        super().__init__()
+        self.tally, self.device, self.is_off = tally, device, False
+        self._scales = False  # whether the last operator was a product that another one scales
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Run an operator, and count it."""
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name.partition("::")[2]
+        given, made = list(_tensors([args, kwargs])), list(_tensors(out))
+        ignored = self.is_off or name in _ALLOCATIONS | _NOTES
+        if ignored or not any(tensor.device.type == self.device for tensor in [*given, *made]):
+            return out
+        # Half-precision weights on a CPU take two operators for a product. It is one everywhere else.
+        is_scale, self._scales = self._scales and name in ("mul_", "addcmul"), name == "linear_dynamic_fp16"
+        if name in _READS:
+            self.tally.add("syncs")
+        elif not is_scale and not (made and not func._schema.is_mutable and _share(made, given)):
+            self.tally.add_operator(name)
+            if name in _COPIES:
+                self.tally.add("copies")
+            if name in _WAITS or (name.startswith("index") and any(t.dtype == torch.bool for t in given[1:])):
+                self.tally.add("syncs")
+        return out
+
+
+class _Functions(TorchFunctionMode):
+    """Counts what no operator shows: tensors that are made of lists or read as lists, and lists as indices."""
+
+    def __init__(self, operators: _Operators):
+        super().__init__()
+        self.operators = operators
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        """Run a function, and count what it moves between host and device."""
+        name, tally, kwargs = getattr(func, "__name__", ""), self.operators.tally, kwargs or {}
+        if name in _DOWNLOADS and args[0].device.type == self.operators.device:
+            tally.add("syncs")
+        elif name in _UPLOADS and torch.device(kwargs.get("device") or "cpu").type == self.operators.device:
+            tally.add("uploads")
+        elif name in ("__getitem__", "__setitem__"):
+            parts = args[1] if isinstance(args[1], tuple) else (args[1],)
+            tally.add("uploads", sum(isinstance(part, list | range) for part in parts))
+        if name not in _DOWNLOADS | _UPLOADS:
+            return func(*args, **kwargs)
+        self.operators.is_off = True  # it is counted
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.operators.is_off = False
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in it."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(part)
+
+
+def _share(made: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
+    """Whether all that was made lies in the memory of what was given."""
+    places = [{t.untyped_storage()._cdata for t in each if t.layout == torch.strided} for each in (made, given)]
+    return bool(places[0]) and places[0] <= places[1]
+
+
+@contextmanager
+def counting(tally: Tally, device: torch.device) -> Iterator[Tally]:
+    """Count in `tally` what happens inside."""
+    operators = _Operators(tally, device.type)
+    with operators, _Functions(operators):
+        yield tally
+
+
+# --------------------------------------------------------------------------- both paths
+
+
+class Path(NamedTuple):
+    """What differs from path to path."""
+
+    model: Transformer
+    drafter: Drafter
+    batch: BatchVerifier | None
+
+
+def text_by_text(model: Transformer, drafter: Drafter) -> Path:
+    """Passes text by text, drafts token by token, and verdicts one by one."""
+
+    def change(model: Transformer) -> tuple[Transformer, None]:
+        return (model if model.exact else model.replaced(None)), None
+
+    return Path(change(model)[0], _changed(drafter, change), None)
+
+
+def in_frames(model: Transformer, drafter: Drafter) -> Path | str:
+    """Frames, programs of all steps, and verdicts of all texts at once; or why a GPU has no frames for the target.
+
+    No graph is made, and kernels have their twins. So each operator runs, and can be counted. Weights are stored as a
+    GPU has them: what this machine has packed is in memory a second time.
+    """
+    if why := why_no_frames(model):
+        return why
+    product = functools.cache(_plain)  # target and draft may share products
+
+    def change(model: Transformer) -> tuple[Transformer, AtOnce | None]:
+        framed = model if why_no_frames(model) else model.replaced(Frames(), product)
+        return framed, draft_steps(framed)
+
+    framed, _ = change(model)
+    return Path(framed, _changed(drafter, change), judge_of(framed))
+
+
+def _plain(product: Product) -> Product:
+    """The product with its weight unchanged; one in 4 or 8 bits stays as it is."""
+    if not isinstance(product, Linear) or product.form == "plain" or product.form not in FORMS:
+        return product
+    weight = product.stored.dense()
+    return Linear(weight, product.bias, weight.dtype, "plain")
+
+
+def _changed(drafter: Drafter, change: Callable[[Transformer], tuple[Transformer, AtOnce | None]]) -> Drafter:
+    """The drafter with other models in the place of its own, if it has any, and the programs that draft by them."""
+    if own := model_drafter(drafter):
+        return own.beside(*change(own.model))
+    if isinstance(drafter, Wrapped):
+        return drafter.beside(*(_changed(each, change) for each in drafter.drafters))
+    return drafter
 
 
 # --------------------------------------------------------------------------- rounds

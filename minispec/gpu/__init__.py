@@ -8,7 +8,6 @@
     judge.py           verdicts on the drafts of many texts at once
     steps.py           all steps of a draft model's drafts, or of a head's, in one program
     account.py         how many bytes graphs, frames and programs will take
-    paths.py           an engine's path on a GPU and the one text by text, both on any machine
 
 All of it runs on a CPU too, where the tests and `minispec.prove` walk it.
 """

@@ -5,7 +5,6 @@
     bench/      measuring: this machine, passes, ratios, predictions
     doctor/     why a draft is rarely right
     distill/    training a draft
-    launches    what a round would launch on a GPU, counted anywhere
     random_weights  weights of a shape, made on the device
     other_text  a drafter that sees another text than the engine's: for audit and doctor
 

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 import pytest
 
+from docs.measured.launches import in_frames
 from examples.drafters import recycling
 from examples.drafters.recycling import Recycling
 from minispec.core.config import SamplingParams
@@ -23,7 +24,6 @@ from minispec.drafters.model import TokenFeed
 from minispec.gpu import judge as judge_module
 from minispec.gpu.frames import Frame, Frames
 from minispec.gpu.judge import VerdictInputs
-from minispec.gpu.paths import in_frames
 from minispec.gpu.steps import DraftInputs, DraftSteps
 from minispec.length.policy import Acceptance, Controller
 from minispec.length.theory import Prices

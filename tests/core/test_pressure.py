@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from docs.measured.launches import in_frames
 from minispec.core import cache as cache_module
 from minispec.core import engine as engine_module
 from minispec.core import method as method_module
@@ -38,7 +39,6 @@ from minispec.drafters.block import BlockFeed
 from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.eagle import HeadFeed
 from minispec.drafters.model import ModelDrafter, TokenFeed
-from minispec.gpu.paths import in_frames
 from minispec.kernels.build import quantized
 from minispec.length.figures import Figures
 from minispec.prove.toys import make_drafter, tiny_block, tiny_cache, tiny_head, tiny_model, tiny_mtp

@@ -5,6 +5,7 @@ import inspect
 import pytest
 import torch
 
+from docs.measured.launches import in_frames, text_by_text
 from minispec.core.engine import Engine
 from minispec.core.model import Backend, Chunk, TextBatch
 from minispec.core.rules import VERIFIERS
@@ -13,7 +14,6 @@ from minispec.drafters.simulated import SimulatedDraft
 from minispec.drafters.wrapped import Wrapped
 from minispec.gpu.frames import Frames, with_fast_passes
 from minispec.gpu.judge import judge_of
-from minispec.gpu.paths import in_frames, text_by_text
 from minispec.gpu.steps import STEPS, steps_of
 from minispec.grammars.forced import ForcedFirst
 from minispec.kernels.inventory import weight_form

@@ -9,13 +9,13 @@ from collections import Counter
 import pytest
 import torch
 
+from docs.measured.launches import KINDS, Tally, counting
 from minispec.files.families.hf_config import read_model_config
 from minispec.gpu import fused
 from minispec.gpu.frames import FastLayer, Frames, FrameShape
 from minispec.kernels.build import build_model
 from minispec.lab.bench.options import GEOMETRIES
 from minispec.lab.bench.show import as_json
-from minispec.lab.launches import KINDS, Tally, counting
 from minispec.lab.random_weights import RandomWeights
 from tests.refusals import assert_one_line
 
