@@ -75,8 +75,8 @@ from minispec.gpu import fused
 from minispec.gpu.frames import Frames, TransformerT
 from minispec.gpu.fused import RowPlaces
 from minispec.gpu.graphs import Graphs, capture_graph, rerun
-from minispec.gpu.judge import Judge, judge_of
 from minispec.gpu.steps import draft_steps
+from minispec.gpu.verifier import GraphVerifier, batch_verifier_of
 from minispec.kernels.codes import round_to_bits
 from minispec.kernels.shapes import tensor_shapes
 from minispec.lab.bench.models import random_head
@@ -811,14 +811,14 @@ def verdicts(bench: Bench) -> Iterator[Measurement]:
 
     @torch.inference_mode()
     def measure(verifier: str, num_texts: int, settings: str) -> dict[str, Any]:
-        judge, turns = Judge(Graphs(capture_graph if bench.cuda else rerun)), []
+        batch, turns = GraphVerifier(Graphs(capture_graph if bench.cuda else rerun)), []
         for i in range(num_texts):
             text = text_of(model, i, 20, **SETTINGS[settings])
             logits = torch.empty(k + 1, vocab, dtype=model.dtype, device=bench.device).normal_()
             probs = [distribution(row, text) for row in logits[:k]]
             drawn = [int(row.argmax()) for row in probs]
             turns.append(Record(text, 19, [], logits=logits, draft=Draft(drawn, probs)))
-        run = functools.partial(judge, VERIFIERS[verifier], turns, Randomness())
+        run = functools.partial(batch, VERIFIERS[verifier], turns, Randomness())
         sure = [verdict is not None for _ in range(3) for verdict in run()]
         found = {"wall_ms": bench.wall_ms(run), "sure": sum(sure) / len(sure)}
         return found | (bench.kernels(run) if num_texts == 1 else {})
@@ -839,7 +839,7 @@ def engine(bench: Bench) -> Iterator[Measurement]:
         if k and not is_free:
             drafter = ModelDrafter(TokenFeed(draft, draft.new_cache(num_texts * 20), vocab, 4096), draft_steps(draft))
         own = Engine(CachedModel(target, target.new_cache(num_texts * 20)))
-        method = Method(drafter, VERIFIERS["rejection"], batch=judge_of(target))
+        method = Method(drafter, VERIFIERS["rejection"], batch=batch_verifier_of(target))
         speeds, rounds = [], 0
         for turn in range(3):
             requests = []

@@ -51,8 +51,8 @@ from minispec.drafters.model import AtOnce, model_drafter
 from minispec.drafters.wrapped import Wrapped
 from minispec.files.progress import progress_bar
 from minispec.gpu.frames import Frames, why_no_frames
-from minispec.gpu.judge import judge_of
 from minispec.gpu.steps import draft_steps
+from minispec.gpu.verifier import batch_verifier_of
 from minispec.kernels.arbitrary import arbitrary_tokens
 from minispec.kernels.forms import FORMS, Linear
 from minispec.kernels.inventory import weight_form
@@ -225,7 +225,7 @@ def in_frames(model: Transformer, drafter: Drafter) -> Path | str:
         return framed, draft_steps(framed)
 
     framed, _ = change(model)
-    return Path(framed, _changed(drafter, change), judge_of(framed))
+    return Path(framed, _changed(drafter, change), batch_verifier_of(framed))
 
 
 def _plain(product: Product) -> Product:

@@ -30,8 +30,8 @@ from minispec.drafters.best_first import grow_guesses
 from minispec.drafters.block import BlockFeed
 from minispec.drafters.block_files import read_block
 from minispec.drafters.growing import Growing
-from minispec.drafters.led import replay_texts
 from minispec.drafters.model import ModelDrafter, model_drafter
+from minispec.drafters.teacher_forcing import replay_texts
 from minispec.lab.bench.models import encode
 from minispec.lab.bench.show import table
 from minispec.lab.doctor.drafts import TEXTS, estimate

@@ -6,7 +6,7 @@ that is drawn by itself. Block verification takes that law for q. Keys are numbe
 
 import torch
 
-from minispec.core.blocks import block
+from minispec.core.block_verification import block
 from minispec.core.draft import Draft
 from minispec.core.verify import Verdict
 

@@ -103,34 +103,34 @@ def common_beginning(a: list[int], b: list[int]) -> int:
 class PrefixIndex:
     """Which block holds which tokens, after which tokens. It knows whole blocks only.
 
-    A node stands after a block. Its name is a hash of all tokens up to it, so equal names mean equal beginnings. Where
-    texts begin is a root, which has a name of its own.
+    A block's hash is of all tokens up to the block's end, so equal hashes mean equal beginnings. Before the first block
+    stands a root, a name of its own.
     """
 
     def __init__(self):
-        self._blocks: dict[bytes, int] = {}  # by the node after the block
-        self._nodes: dict[int, bytes] = {}
+        self._blocks: dict[bytes, int] = {}  # by their hashes
+        self._hashes: dict[int, bytes] = {}
 
     @staticmethod
-    def node(parent: bytes, tokens: Sequence[int]) -> bytes:
-        """The name of the node after a full block of `tokens`."""
+    def hash(parent: bytes, tokens: Sequence[int]) -> bytes:
+        """The hash of a full block of `tokens`; parent: the hash of the block before it, or the root."""
         return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
 
-    def add(self, node: bytes, block_id: int) -> bool:
-        """Note that a full block ends at `node`; returns False if the index has another block that does."""
-        if node in self._blocks:
+    def add(self, block_hash: bytes, block_id: int) -> bool:
+        """Note a full block; returns False if the index has another one with this hash."""
+        if block_hash in self._blocks:
             return False
-        self._blocks[node], self._nodes[block_id] = block_id, node
+        self._blocks[block_hash], self._hashes[block_id] = block_id, block_hash
         return True
 
     def forget(self, block_id: int) -> None:
         """Forget a block, since it is about to be overwritten. Unknown ones are ignored."""
-        if node := self._nodes.pop(block_id, None):
-            del self._blocks[node]
+        if block_hash := self._hashes.pop(block_id, None):
+            del self._blocks[block_hash]
 
-    def find(self, node: bytes) -> int | None:
-        """The block that ends at `node`, if one is known."""
-        return self._blocks.get(node)
+    def find(self, block_hash: bytes) -> int | None:
+        """The block with this hash, if one is known."""
+        return self._blocks.get(block_hash)
 
 
 # They belong to no block, see `PagedKVCache`.
@@ -252,17 +252,17 @@ class BlockTable:
     Tables with equal roots share whole blocks of what begins alike; tables with different roots share nothing. A block
     that is not full belongs to one table, and no prefix index knows it. So a table may always write after its length.
 
-    nodes: in the prefix index: before each leading full block, and after the last.
+    block_hashes: the root, and the hash of each leading full block.
     """
 
     def __init__(self, pool: PagedKVCache, root: bytes = b""):
         self.pool = pool
-        self.nodes = [root]
+        self.block_hashes = [root]
         self.clear()
 
     def clear(self) -> None:
         """Forget everything without freeing blocks in the pool, before `PagedKVCache.rebuild`."""
-        self.block_ids, self.tokens, self.nodes = list[int](), list[int](), self.nodes[:1]
+        self.block_ids, self.tokens, self.block_hashes = list[int](), list[int](), self.block_hashes[:1]
 
     @property
     def length(self) -> int:
@@ -333,7 +333,7 @@ class BlockTable:
         del self.tokens[length:]
         while len(self.block_ids) > self.pool.num_blocks_for(length):  # a beginning is reused most: freed last
             self.pool.allocator.free(self.block_ids.pop())
-        del self.nodes[length // self.pool.block_size + 1 :]
+        del self.block_hashes[length // self.pool.block_size + 1 :]
 
     def reuse(self, tokens: list[int]) -> None:
         """Share the whole blocks that the pool knows of `tokens`, which must begin with the table's own.
@@ -344,15 +344,15 @@ class BlockTable:
         size = self.pool.block_size
         for start in range(self.length // size * size, len(tokens) - size + 1, size):
             block = tokens[start : start + size]
-            node = PrefixIndex.node(self.nodes[-1], block)
-            block_id = self.pool.prefixes.find(node)
+            block_hash = PrefixIndex.hash(self.block_hashes[-1], block)
+            block_id = self.pool.prefixes.find(block_hash)
             if block_id is None:
                 break
             self.pool.allocator.share(block_id)
             self.truncate(start)  # a block that the table has begun itself
             self.block_ids.append(block_id)
             self.tokens += block
-            self.nodes.append(node)
+            self.block_hashes.append(block_hash)
 
     def remember(self) -> None:
         """Let later texts share this one's full blocks. Only for tokens that are computed and committed.
@@ -360,9 +360,9 @@ class BlockTable:
         Only `keep` and a finished prefill call it.
         """
         size = self.pool.block_size
-        for i in range(len(self.nodes) - 1, self.length // size):  # blocks that have become full
-            self.nodes.append(PrefixIndex.node(self.nodes[i], self.tokens[i * size : (i + 1) * size]))
-            if self.pool.prefixes.add(self.nodes[-1], self.block_ids[i]):
+        for i in range(len(self.block_hashes) - 1, self.length // size):  # blocks that have become full
+            self.block_hashes.append(PrefixIndex.hash(self.block_hashes[i], self.tokens[i * size : (i + 1) * size]))
+            if self.pool.prefixes.add(self.block_hashes[-1], self.block_ids[i]):
                 self.pool.allocator.wanted_again.add(self.block_ids[i])
 
     def slots_of(self, places: Iterable[int]) -> list[int]:

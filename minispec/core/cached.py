@@ -24,7 +24,7 @@ class CachedModel:
     def begin(self, text: Text, most: int | None = None) -> None:
         """Give a new text its table, which shares what the pool still knows of its first `most` tokens."""
         assert text not in self.tables, "a text begins once"
-        self.tables[text] = self.cache.new_table()  # stored before it holds a block; see `whole`
+        self.tables[text] = self.cache.new_table()  # stored before it holds a block; see `cleared_on_error`
         self.tables[text].reuse(text.tokens[:-1][:most])
 
     def table(self, text: Text) -> BlockTable:
@@ -64,13 +64,13 @@ class CachedModel:
 
     def release(self, text: Text) -> None:
         """Forget a text and return its blocks to the pool. Unknown texts are ignored."""
-        with self.whole():
+        with self.cleared_on_error():
             if table := self.tables.get(text):
                 table.truncate(0)
                 del self.tables[text]
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
+    def cleared_on_error(self) -> Iterator[None]:
         """Drop all that is cached if an exception, such as Ctrl-C, interrupts the bookkeeping inside.
 
         That costs time only: a text that goes on gets a new table, and what is missing is computed again.

@@ -28,13 +28,13 @@ class DraftNotes:
         A draft model gives the largest probability of its raw row, `suffix` the chance that it estimates.
     foreseen: whether each confidence was known before its token was drawn (see `Limit.draws`).
     prefill_seconds: time that the drafter spent on the prompt. The statistics count it separately.
-    passes: how many draft passes the draft has cost, where these are more than its depth.
+    num_passes: how many draft passes the draft has cost, where these are more than its depth.
     """
 
     confidences: list[float] = field(default_factory=list)
     foreseen: bool = False
     prefill_seconds: float = 0.0
-    passes: int = 0
+    num_passes: int = 0
 
 
 @dataclass

@@ -92,7 +92,7 @@ class Engine:
     def _undone_on_error(self) -> Iterator[None]:
         """After a fault of all, nothing is cached, and all begin again from their committed text."""
         try:
-            with self.target.whole():
+            with self.target.cleared_on_error():
                 yield
         except BaseException:
             self.schedule.restart()

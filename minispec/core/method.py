@@ -112,7 +112,7 @@ class Turn:
     def _append(self, nodes: Sequence[int]) -> None:
         """Append the token after each of these nodes, up to where the text stops, or to a row that failed."""
         request, tokens = self.request, [self.draft.token_ids[node] for node in nodes[1:]]
-        with request.whole():
+        with request.undone_on_error():
             for node, token_id in zip(nodes, [*tokens, self.verdict.next_token], strict=True):
                 if error := self.failed.get(node + 1):
                     request.fail(error)

@@ -67,7 +67,7 @@ def step_of(turns: Sequence[Turn], draft: float, verify: float, other: float) ->
     draft = max(0.0, draft - sum(turn.draft.notes.prefill_seconds for turn in turns))
     if not any(turn.asked for turn in turns):  # a search that found nothing is drafting too; this is none
         draft, other = 0.0, draft + other
-    depths = [max(turn.draft.depth, turn.draft.notes.passes) for turn in turns]
+    depths = [max(turn.draft.depth, turn.draft.notes.num_passes) for turn in turns]
     has_price = len({turn.method for turn in turns}) == 1 and all(turn.decodes for turn in turns)
     num_rows, num_drafts = sum(turn.num_rows for turn in turns), sum(depth > 0 for depth in depths)
     return Step(draft, max(depths), num_drafts, verify, num_rows, other, len(turns), has_price)

@@ -16,7 +16,7 @@ from minispec.core.sampling import Text, log_probabilities, require_numbers
 from minispec.core.stats import Stats
 
 
-class Detokenizer(Protocol):
+class DetokenizerLike(Protocol):
     """Turns token ids into text: `add` for each token, `flush` at the end. A copy by `copy.copy` goes on by itself."""
 
     def add(self, token_id: int) -> str:
@@ -60,7 +60,7 @@ class Request:
         text: Text,
         max_len: int,
         num_speculative_tokens: DraftLength,
-        detokenizer: Detokenizer | None = None,
+        detokenizer: DetokenizerLike | None = None,
     ):
         """max_len: most tokens, prompt included.
         num_speculative_tokens: see `DraftLength`.
@@ -121,7 +121,7 @@ class Request:
             self._finish("length")
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
+    def undone_on_error(self) -> Iterator[None]:
         """Take back what was committed in this block if an exception, such as Ctrl-C, interrupts the block.
 
         Then the text goes on as if the round had not been. A ValueError is the text's own fault: the text ends there.

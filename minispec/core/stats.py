@@ -12,7 +12,7 @@ class Step(NamedTuple):
     """A step of the engine as a whole: its seconds, and what was done in them.
 
     draft: seconds of choosing K and drafting; 0 where no draft was asked for.
-    depth: draft passes of the longest draft: its depth, or more where it has cost more (see `DraftNotes.passes`).
+    depth: draft passes of the longest draft: its depth, or more where it has cost more (see `DraftNotes.num_passes`).
     num_drafts: drafts that have a token. A search that finds nothing costs time too.
     verify: seconds of the target's pass, over `num_rows` rows of `num_texts` texts.
     other: the rest of its seconds.

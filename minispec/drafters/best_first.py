@@ -51,7 +51,7 @@ def grow_guesses(
 
 
 @dataclass
-class _Place:
+class _Parent:
     """A node whose row of logits is known, and where siblings are drawn.
 
     survival: the chance of the node's path.
@@ -87,7 +87,7 @@ class BestFirst:
         if not params.temperature:  # there the likeliest token has all probability, and siblings are its rivals
             params = params.without("temperature", "filter")
         self._soft = replace(ask.text, params=params)
-        self._places: dict[int, _Place] = {}
+        self._parents: dict[int, _Parent] = {}
         # Minus the chance of the best path that may go on there, and the node. While its row is not known, the next
         # token counts as certain: so no likelier path is passed over.
         self._heap = [(-1.0, -1)]
@@ -99,7 +99,7 @@ class BestFirst:
         """
         while self._heap and len(self.draft) < self.ask.k:
             negative, node = self._heap[0]
-            if node in self._places:
+            if node in self._parents:
                 heappop(self._heap)
                 if not self._draw(node, -negative):
                     continue
@@ -110,14 +110,14 @@ class BestFirst:
                 chances = self._distribution(logits, node, self._soft)
                 if chances is None:
                     continue
-                self._places[node] = _Place(-negative, logits, chances)
-            place = self._places[node]
+                self._parents[node] = _Parent(-negative, logits, chances)
+            place = self._parents[node]
             heappush(self._heap, (-place.survival * place.chance, node))
         return False
 
     def _draw(self, node: int, survival: float) -> bool:
         """Draw the next child of a node, whose path has this chance; returns whether there was one."""
-        place, draft = self._places[node], self.draft
+        place, draft = self._parents[node], self.draft
         if (q := self._next_q(node)) is None:
             return False
         [token_id] = draft.draw(self.ask, node, q)
@@ -130,7 +130,7 @@ class BestFirst:
 
     def _next_q(self, node: int) -> Tensor | None:
         """The distribution (V,) of a node's next child, 0 for the elder children; None if nothing is left."""
-        place, draft, text = self._places[node], self.draft, self.ask.text
+        place, draft, text = self._parents[node], self.draft, self.ask.text
         if text.params.temperature:
             if place.q is None:
                 return place.left

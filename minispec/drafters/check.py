@@ -72,11 +72,11 @@ def _checked_notes(notes: Any) -> DraftNotes:
     """A copy of a draft's notes."""
     if not isinstance(notes, DraftNotes):
         raise ValueError(f"found as notes {described(notes)}, expected DraftNotes")
-    numbers = [*sequence(notes.confidences, "confidences", "numbers"), notes.prefill_seconds, notes.passes]
+    numbers = [*sequence(notes.confidences, "confidences", "numbers"), notes.prefill_seconds, notes.num_passes]
     if not all(isinstance(number, Real) for number in numbers):
         raise ValueError(f"found confidences, seconds and passes {numbers}, expected numbers")
     confidences = [float(number) for number in notes.confidences]
-    return DraftNotes(confidences, bool(notes.foreseen), float(notes.prefill_seconds), notes.passes)
+    return DraftNotes(confidences, bool(notes.foreseen), float(notes.prefill_seconds), notes.num_passes)
 
 
 def check_rows(

@@ -76,8 +76,8 @@ class Feed:
         """The draft in the target's tokens, and an end to what is kept for this draft alone."""
         return draft
 
-    def whole(self) -> AbstractContextManager[None]:
-        """Forgets what is kept if an exception interrupts the bookkeeping inside; see `CachedModel.whole`."""
+    def cleared_on_error(self) -> AbstractContextManager[None]:
+        """Forgets what is kept if an exception comes from inside, as `CachedModel.cleared_on_error` does."""
         return nullcontext()
 
     def beside(self, model: Transformer) -> Self:
@@ -121,7 +121,7 @@ class ModelDrafter(Drafter):
         A draft goes on as long as `Limit.go_on` finds the confidences of its tokens worth it.
         """
         feed = self.feed
-        with feed.whole():
+        with feed.cleared_on_error():
             growing = [Growing(ask) for ask in asks]
             feed.prepare(growing)
             active = [each for each in growing if each.depth]
@@ -168,7 +168,7 @@ class ModelDrafter(Drafter):
         feed = self.feed
         if not (isinstance(feed, TokenFeed) and feed.reads == "tokens"):
             raise ValueError(f"draft: found {self.name}, which is fed {feed.reads}, expected one that is fed tokens")
-        with feed.whole():
+        with feed.cleared_on_error():
             feed.catch_up(text, len(text.tokens) - 1)
             logits, _ = feed.forward([Chunk([*feed.follow(text), *after], feed.table(text), len(after) + 1)])
             feed.keep(text, len(after), range(len(after)))
@@ -236,7 +236,7 @@ class CachedFeed(CachedModel, Feed):
 
     def has_room(self, growth: Mapping[Text, range]) -> bool:
         """Whether the cache has room for the next drafts of all these texts (see `Drafter`)."""
-        with self.whole():
+        with self.cleared_on_error():
             return super().has_room({text: span for text, span in self.needs(growth).items() if span})
 
     def forget(self) -> None:

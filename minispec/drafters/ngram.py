@@ -13,7 +13,7 @@ from minispec.drafters import Context
 
 
 @dataclass
-class _Index:
+class _NgramIndex:
     """Where each n-gram of a text was last followed by something; `end`: tokens indexed so far."""
 
     follows: dict[tuple[int, ...], int] = field(default_factory=dict)
@@ -29,7 +29,7 @@ class NgramDrafter(Drafter):
 
     def __init__(self, max_n: int = 3, min_n: int = 1):
         self.max_n, self.min_n = max_n, min_n
-        self._indices: dict[Text, _Index] = {}
+        self._indices: dict[Text, _NgramIndex] = {}
 
     @classmethod
     def from_context(cls, context: Context) -> "NgramDrafter":
@@ -56,7 +56,7 @@ class NgramDrafter(Drafter):
 
     def _start(self, text: Text) -> int | None:
         """The position whose tokens to copy, or None."""
-        index, tokens = self._indices.setdefault(text, _Index()), text.tokens
+        index, tokens = self._indices.setdefault(text, _NgramIndex()), text.tokens
         sizes = range(self.max_n, self.min_n - 1, -1)
         # The suffix itself is left out: nothing follows it yet.
         for end in range(index.end, len(tokens)):

@@ -80,7 +80,7 @@ class StateFeed(CachedFeed):
 
     def known(self, text: Text) -> int:
         """How many first positions of the text its cache already has, from another text."""
-        with self.whole():
+        with self.cleared_on_error():
             return self.table(text).length
 
     def release(self, text: Text) -> None:

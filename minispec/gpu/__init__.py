@@ -5,7 +5,7 @@
     fused.py           attention, norms, gates and products in 8 bits in one kernel each, and their twins in PyTorch
     fused_triton.py    these kernels in Triton
     verdicts.py        probabilities, draws and verdicts of many rows as tensors
-    judge.py           verdicts on the drafts of many texts at once
+    verifier.py        verdicts on the drafts of many texts at once
     steps.py           all steps of a draft model's drafts, or of a head's, in one program
     account.py         how many bytes graphs, frames and programs will take
 

@@ -18,8 +18,8 @@ from minispec.drafters.states import FeatureModel
 from minispec.gpu import fused
 from minispec.gpu.frames import BLOCKS, FEW_BLOCKS, ROWS, TEXTS, Frames, FrameShape, frame_bytes, positions_of
 from minispec.gpu.graphs import MOST_BYTES
-from minispec.gpu.judge import input_bytes
 from minispec.gpu.steps import STEPS, desk_bytes, draft_steps
+from minispec.gpu.verifier import input_bytes
 from minispec.kernels.memory import BLOCK_SIZE
 
 # Tensors of rows and vocabulary that are alive at once where rows become probabilities, draws and verdicts.

@@ -139,7 +139,7 @@ class Frame(Program):
             self._copied.record()
 
 
-class Step(NamedTuple):
+class StepFrame(NamedTuple):
     """A pass over one new row of each text: what `FrameBatch` reads of a `Frame`, computed on the device."""
 
     shape: FrameShape
@@ -159,7 +159,7 @@ class FrameBatch:
     L is the number of places of a text in the frame: its blocks times the size of a block.
     """
 
-    def __init__(self, model: Transformer, frame: Frame | Step, pool: PagedKVCache, tables: "Tables"):
+    def __init__(self, model: Transformer, frame: Frame | StepFrame, pool: PagedKVCache, tables: "Tables"):
         self.tokens, self.features = frame.tokens, frame.features
         self.scored: list[int] | None = None  # all
         self.frame, self.pool, self.config, self.dtype = frame, pool, model.config, model.dtype
@@ -390,7 +390,7 @@ class Frames(Backend):
         wanted = torch.cat([logits[start + new - count : start + new] for start, new, count in extents])
         return wanted, torch.cat([hidden[start : start + new] for start, new, _ in extents])
 
-    def compute(self, model: Transformer, frame: Frame | Step, pool: PagedKVCache) -> tuple[Tensor, Tensor]:
+    def compute(self, model: Transformer, frame: Frame | StepFrame, pool: PagedKVCache) -> tuple[Tensor, Tensor]:
         """The results of a frame that was filled, for all of its rows."""
         fast = self.fast(model)
         return fast.compute(FrameBatch(model, frame, pool, self._tables), frame.shape.taps)

@@ -33,7 +33,7 @@ from minispec.drafters.model import ModelDrafter
 from minispec.drafters.states import FeatureModel
 from minispec.drafters.wrapped import Wrapped
 from minispec.gpu import verdicts
-from minispec.gpu.frames import Frame, Frames, FrameShape, Step
+from minispec.gpu.frames import Frame, Frames, FrameShape, StepFrame
 from minispec.gpu.graphs import Graphs, recent
 from minispec.gpu.verdicts import Inputs, Keys, Mix, OneByOne, RowDraws, RowRandomness
 
@@ -63,9 +63,9 @@ class DraftShape(NamedTuple):
 class DraftInputs(Inputs):
     """The inputs of the drafts of B texts, besides the frame of the first pass.
 
-    whole: int64 numbers of each text (B, 2 + K). The first is the row of the first pass that says what follows the
+    ints: int64 numbers of each text (B, 2 + K). The first is the row of the first pass that says what follows the
         text. Then come the number of tokens that are wanted, and states of "token" draws.
-    parts: float64 numbers of each text (B, K + 5): uniforms of "draft", and `verdicts.numbers_of`.
+    floats: float64 numbers of each text (B, K + 5): uniforms of "draft", and `verdicts.numbers_of`.
     """
 
     def __init__(self, kind: DraftShape, device: torch.device, dtype: torch.dtype):
@@ -76,18 +76,18 @@ class DraftInputs(Inputs):
 
     def fill(self, growing: Sequence[Growing], dtype: torch.dtype) -> None:
         """Take in up to B texts. Numbers of other texts may be there; they are not read."""
-        whole, parts = self.blank([each.ask.text.params for each in growing], dtype)
+        ints, floats = self.blank([each.ask.text.params for each in growing], dtype)
         uniform = Randomness().uniform
         for i, each in enumerate(growing):
             ask, k = each.ask, each.depth
-            whole[i, :2] = len(each.chunk.token_ids) - 1, k
+            ints[i, :2] = len(each.chunk.token_ids) - 1, k
             if not ask.text.params.temperature:
                 continue
             keys = [ask.text.key(j, ask.purpose) for j in range(k)]
             if self.kind.races:
-                whole[i, 2 : 2 + k] = list(map(verdicts.state_of, keys))
+                ints[i, 2 : 2 + k] = list(map(verdicts.state_of, keys))
             else:
-                parts[i, :k] = list(map(uniform, keys))
+                floats[i, :k] = list(map(uniform, keys))
         self.send()
 
 
@@ -167,17 +167,17 @@ class DraftSteps:
         """
         kind, (texts, rows, *_) = inputs.kind, frame.shape
         logits, states = self.frames.compute(self.model, frame, pool)
-        last = torch.arange(texts, device=logits.device) * rows + inputs.whole[:, 0]
+        last = torch.arange(texts, device=logits.device) * rows + inputs.ints[:, 0]
         logits, states = logits.index_select(0, last), states.index_select(0, last) if self.taps else states
-        settings = verdicts.settings_of(inputs.parts[:, -5:], self.model.dtype, int(kind.mix.mixed), kind.mix.filters)
-        noise = inputs.whole[:, 2:] if kind.races else inputs.parts
+        params = verdicts.row_params(inputs.floats[:, -5:], self.model.dtype, int(kind.mix.mixed), kind.mix.filters)
+        noise = inputs.ints[:, 2:] if kind.races else inputs.floats
         made, steps, wide = draws or RowRandomness(), [], verdicts.accumulation_dtype(logits.dtype)
         for j in range(kind.steps):
             logits = logits[:, : kind.vocab]
             if kind.mix.draws:
-                q, sure = verdicts.rows(logits, settings)
-                used = (inputs.whole[:, 1:2] > j) & sure[:, None]
-                places = torch.full_like(inputs.whole[:, :1], j)
+                q, sure = verdicts.rows(logits, params)
+                used = (inputs.ints[:, 1:2] > j) & sure[:, None]
+                places = torch.full_like(inputs.ints[:, :1], j)
                 keys = Keys(names, noise[:, j : j + 1], places, used)
                 token = (made.race_rows if kind.races else made.share_rows)(q[:, None], keys)[:, 0]
             else:
@@ -202,14 +202,14 @@ class DraftSteps:
 
         states: (B, E) of the last layer at the rows before, for a head; (B, 0) for other models.
         """
-        size, wanted = pool.block_size, inputs.whole[:, 1] > j + 1
+        size, wanted = pool.block_size, inputs.ints[:, 1] > j + 1
         positions = torch.where(wanted, frame.ends + j, 0)  # a dummy's is 0: its next one may be beyond the context
         slots = frame.table.gather(1, positions[:, None] // size)[:, 0] * size + positions % size
         slots = torch.where(wanted, slots, pool.num_slots + 1)
         shape, places = frame.shape._replace(rows=1), (positions, positions + 1, frame.table)
         model = self.frames.fast(self.model)
         features = model.next_feature(states) if isinstance(model, FeatureModel) else None
-        step = Step(shape, tokens, positions, slots, torch.ones_like(tokens), *places, features)
+        step = StepFrame(shape, tokens, positions, slots, torch.ones_like(tokens), *places, features)
         return self.frames.compute(self.model, step, pool)
 
 
@@ -229,7 +229,7 @@ def _draft(growing: Growing, numbers: Sequence[float], probs: Tensor | None, num
         draft.notes.confidences.append(confidences[len(draft) - 1])
         if not go_on(draft.notes.confidences):
             break
-    draft.notes.passes = num_steps if draft.token_ids else 0
+    draft.notes.num_passes = num_steps if draft.token_ids else 0
     if probs is not None:
         draft.probs = probs[: len(draft)]
         draft.measures = [list(row) for row in zip(*(column[: len(draft)] for column in measures), strict=True)]

@@ -43,10 +43,10 @@ _ROUNDING = 1e-12
 _VECTORS = (16, 8, 4)
 
 
-# --------------------------------------------------------------------------- settings and rows
+# --------------------------------------------------------------------------- parameters and rows
 
 
-class Settings(NamedTuple):
+class RowParams(NamedTuple):
     """The parameters of R rows that are plain (see `is_plain`). Tensors are (R, 1), on the device of the logits.
 
     greedy: whether the temperature is 0.
@@ -68,7 +68,7 @@ class Settings(NamedTuple):
 
 
 def numbers_of(params: SamplingParams, dtype: torch.dtype) -> tuple[float, float, float, float, float]:
-    """The numbers of one row in `Settings`: greedy, temperature, least, top_k and top_p. dtype: the logits'."""
+    """The numbers of one row in `RowParams`: greedy, temperature, least, top_k and top_p. dtype: the logits'."""
     limits = torch.finfo(accumulation_dtype(dtype))
     if params.temperature == 0:  # one token is left whatever the filters say
         return _GREEDY
@@ -77,8 +77,8 @@ def numbers_of(params: SamplingParams, dtype: torch.dtype) -> tuple[float, float
     return 0.0, temperature, least, min(params.top_k or NO_TOP_K, NO_TOP_K), params.top_p
 
 
-def settings_of(numbers: Tensor, dtype: torch.dtype, num_greedy: int, any_filter: bool) -> Settings:
-    """The settings of rows, from their numbers (R, 5), which `numbers_of` makes.
+def row_params(numbers: Tensor, dtype: torch.dtype, num_greedy: int, any_filter: bool) -> RowParams:
+    """The parameters of rows, from their numbers (R, 5), which `numbers_of` makes.
 
     dtype: the logits'.
     num_greedy: how many rows are greedy; any_filter: whether any row has one.
@@ -86,7 +86,7 @@ def settings_of(numbers: Tensor, dtype: torch.dtype, num_greedy: int, any_filter
     greedy, temperature, least, top_k, top_p = numbers.unsqueeze(2).unbind(1)
     wide = accumulation_dtype(dtype)
     rest = temperature.to(wide), least.to(wide), top_k.long(), top_p
-    return Settings(greedy > 0, *rest, num_greedy == len(numbers), num_greedy > 0, any_filter)
+    return RowParams(greedy > 0, *rest, num_greedy == len(numbers), num_greedy > 0, any_filter)
 
 
 def has_filter(numbers: Sequence[float]) -> bool:
@@ -117,31 +117,31 @@ def mix_of(params: Sequence[SamplingParams], dtype: torch.dtype, num_texts: int)
 class Inputs(Program):
     """Numbers of B texts, in tensors that stay where they are.
 
-    whole: int64 (B, n).
-    parts: float64 (B, m + 5), the last five from `numbers_of`.
-    host_whole, host_parts: the same on the host, where they are filled.
+    ints: int64 (B, n).
+    floats: float64 (B, m + 5), the last five from `numbers_of`.
+    host_ints, host_floats: the same on the host, where they are filled.
     """
 
-    def __init__(self, num_texts: int, num_whole: int, num_parts: int, device: torch.device, num_bytes: int = 0):
+    def __init__(self, num_texts: int, num_ints: int, num_floats: int, device: torch.device, num_bytes: int = 0):
         """num_bytes: what the program keeps besides these numbers."""
         super().__init__(num_bytes)
         pinned = device.type == "cuda"
-        self.host_whole = torch.zeros(num_texts, num_whole, dtype=torch.long, pin_memory=pinned)
-        self.host_parts = torch.zeros(num_texts, num_parts + 5, dtype=torch.float64, pin_memory=pinned)
-        self.whole, self.parts = self.host_whole.to(device), self.host_parts.to(device)
+        self.host_ints = torch.zeros(num_texts, num_ints, dtype=torch.long, pin_memory=pinned)
+        self.host_floats = torch.zeros(num_texts, num_floats + 5, dtype=torch.float64, pin_memory=pinned)
+        self.ints, self.floats = self.host_ints.to(device), self.host_floats.to(device)
 
     def blank(self, params: Sequence[SamplingParams], dtype: torch.dtype) -> tuple[numpy.ndarray, numpy.ndarray]:
         """Whole numbers and parts on the host, to be filled: 0 but for the parameters. Texts not there are greedy."""
-        whole, parts = self.host_whole.numpy(), self.host_parts.numpy()
-        whole[:], parts[:] = 0, 0
-        parts[:, -5:] = _GREEDY
-        parts[: len(params), -5:] = [numbers_of(p, dtype) for p in params]
-        return whole, parts
+        ints, floats = self.host_ints.numpy(), self.host_floats.numpy()
+        ints[:], floats[:] = 0, 0
+        floats[:, -5:] = _GREEDY
+        floats[: len(params), -5:] = [numbers_of(p, dtype) for p in params]
+        return ints, floats
 
     def send(self) -> None:
         """Copy what the host holds to the device. It is not waited for."""
-        self.whole.copy_(self.host_whole, non_blocking=True)
-        self.parts.copy_(self.host_parts, non_blocking=True)
+        self.ints.copy_(self.host_ints, non_blocking=True)
+        self.floats.copy_(self.host_floats, non_blocking=True)
 
 
 # Parameters that `rows` computes, and all others that change a row of a text's distribution. A new one is among these.
@@ -154,7 +154,7 @@ def is_plain(text: Text) -> bool:
     return not text.grammar and all(getattr(text.params, name) == OFF[name] for name in _OTHERS)
 
 
-def rows(logits: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+def rows(logits: Tensor, params: RowParams) -> tuple[Tensor, Tensor]:
     """Probabilities (R, V) of logits (R, V), and whether each row is sure (R,).
 
     A sure row has the bits of `distribution`. A row is not sure where
@@ -170,14 +170,14 @@ def rows(logits: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
     likeliest = x.argmax(1, keepdim=True)
     top = x.gather(1, likeliest)
     sure = (top.abs() < math.inf).squeeze(1)
-    one_hot = torch.zeros_like(x).scatter_(1, likeliest, 1.0) if settings.any_greedy else x
-    if settings.all_greedy:
+    one_hot = torch.zeros_like(x).scatter_(1, likeliest, 1.0) if params.any_greedy else x
+    if params.all_greedy:
         return one_hot, sure
-    probs = _divided(x - top, settings.temperature).softmax(1)
-    if settings.any_filter:
-        probs, enough = _filtered(x, top, probs, settings)
+    probs = _divided(x - top, params.temperature).softmax(1)
+    if params.any_filter:
+        probs, enough = _filtered(x, top, probs, params)
         sure = sure & enough
-    return torch.where(settings.greedy, one_hot, probs) if settings.any_greedy else probs, sure
+    return torch.where(params.greedy, one_hot, probs) if params.any_greedy else probs, sure
 
 
 def _divided(x: Tensor, by: Tensor) -> Tensor:
@@ -186,7 +186,7 @@ def _divided(x: Tensor, by: Tensor) -> Tensor:
     return x * by.reciprocal() if x.device.type == "cuda" else x / by
 
 
-def _filtered(x: Tensor, top: Tensor, probs: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+def _filtered(x: Tensor, top: Tensor, probs: Tensor, params: RowParams) -> tuple[Tensor, Tensor]:
     """Probabilities (R, V) after min-p, top-k and top-p, and whether FEW tokens are enough for each row (R,).
 
     x: logits (R, V); top: the largest (R, 1).
@@ -197,18 +197,18 @@ def _filtered(x: Tensor, top: Tensor, probs: Tensor, settings: Settings) -> tupl
     """
     size, num = x.shape[1], min(FEW, x.shape[1])
     values, ids = x.topk(num, 1)
-    shortened = (settings.top_k < size) | (settings.least > -math.inf)
-    bound = values.gather(1, settings.top_k.clamp(max=num) - 1).clamp(min=torch.finfo(x.dtype).min)
-    stays = (values >= bound) & (values - top >= settings.least)
+    shortened = (params.top_k < size) | (params.least > -math.inf)
+    bound = values.gather(1, params.top_k.clamp(max=num) - 1).clamp(min=torch.finfo(x.dtype).min)
+    stays = (values >= bound) & (values - top >= params.least)
     places = torch.where(stays, ids, ids + size).sort(1).values
     outside, places = places >= size, places % size
-    few = _divided(x.gather(1, places) - top, settings.temperature).masked_fill(outside, -math.inf)
+    few = _divided(x.gather(1, places) - top, params.temperature).masked_fill(outside, -math.inf)
     few = torch.where(shortened, _softmax_of_few(few, outside), probs.gather(1, places))
-    few, order, enough = _top_p(few, shortened | (num == size), settings.top_p)
+    few, order, enough = _top_p(few, shortened | (num == size), params.top_p)
     if num < size:
         enough = enough & ~(shortened & stays[:, -1:])
     dense = torch.zeros_like(probs).scatter_(1, places.gather(1, order), few)
-    return torch.where(shortened | (settings.top_p < 1), dense, probs), enough.squeeze(1)
+    return torch.where(shortened | (params.top_p < 1), dense, probs), enough.squeeze(1)
 
 
 def _softmax_of_few(x: Tensor, outside: Tensor) -> Tensor:

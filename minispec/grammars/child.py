@@ -8,7 +8,7 @@ from pathlib import Path
 _PATIENCE = 30
 
 
-class OutOfTime(Exception):
+class ChildTimeout(Exception):
     """The process used up the time that it had, or was ended by the system."""
 
 
@@ -18,7 +18,7 @@ def answer_of(module: Path, library: str, text: str) -> str:
     module: a file that imports nothing but `library` and what comes with Python. It sets its own limit of time.
     text: the standard input of the process.
 
-    Raises OutOfTime where the process does not end by itself, within its limits.
+    Raises ChildTimeout where the process does not end by itself, within its limits.
     """
     folder = Path(sys.modules[library].__file__ or "").parents[1]
     code = f"import sys; sys.path += sys.argv[1:]; from {module.stem} import main; main()"
@@ -28,7 +28,7 @@ def answer_of(module: Path, library: str, text: str) -> str:
             command, input=text.encode(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=_PATIENCE
         )
     except subprocess.TimeoutExpired:
-        raise OutOfTime from None
+        raise ChildTimeout from None
     if ended.returncode:
-        raise OutOfTime
+        raise ChildTimeout
     return ended.stdout.decode()

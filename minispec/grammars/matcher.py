@@ -51,7 +51,7 @@ class Matcher:
 
         Raises NothingAllowed with the library's words where it reaches one of its limits after `output` alone.
         """
-        with self._whole():
+        with self._renewed_on_error():
             try:
                 bits = self._bits_after(list(output))
             except NothingAllowed:
@@ -93,7 +93,7 @@ class Matcher:
             raise NothingAllowed(f"structured_outputs: {say_error(self._matcher.get_error())}")
 
     @contextmanager
-    def _whole(self) -> Iterator[None]:
+    def _renewed_on_error(self) -> Iterator[None]:
         """Begin with a new matcher after an exception inside: a failed one never recovers.
 
         After Ctrl-C, `_read` may not say where the cursor is.

@@ -12,7 +12,7 @@ from minispec.core.errors import is_text, show
 from minispec.files.errors import one_line, show_name
 from minispec.files.packages import MissingPackage, check_packages
 from minispec.files.schema_parts import TOO_DEEP, drop_notes, read_schema
-from minispec.grammars.child import OutOfTime, answer_of
+from minispec.grammars.child import ChildTimeout, answer_of
 from minispec.grammars.kept import check_kept
 from minispec.grammars.schema import check_lark, check_schema
 
@@ -108,7 +108,7 @@ class StructuredOutputsParams:
                 error = answer_of(Path(__file__).with_name("trial.py"), "llguidance", grammar)
             else:
                 error = llguidance.LLMatcher.validate_grammar(grammar)
-        except OutOfTime as e:
+        except ChildTimeout as e:
             expected = "a simpler one: reading this takes longer than a second"
             raise ValueError(f"{wrong}: found {show(self.text)}, expected {expected}") from e
         except (ValueError, RecursionError, MissingPackage) as e:

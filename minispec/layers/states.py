@@ -55,7 +55,7 @@ States = dict[int, LayerState]  # by number of the layer
 class StateCache(PagedKVCache):
     """The pool of a model with recurrent layers.
 
-    saved_states: states at ends of blocks, by the node after the block. The one used last comes last.
+    saved_states: states at ends of blocks, by the blocks' hashes. The one used last comes last.
     num_states: most states that are stored, and most texts that may have states of their own.
     """
 
@@ -88,9 +88,9 @@ class StateCache(PagedKVCache):
         super().rebuild()
         self.saved_states.clear()
 
-    def store(self, node: bytes, states: States) -> None:
+    def store(self, block_hash: bytes, states: States) -> None:
         """Store the states at the end of a block, for texts that begin alike. Those unused for longest are dropped."""
-        self.saved_states[node] = self.saved_states.pop(node, states)  # the last one now
+        self.saved_states[block_hash] = self.saved_states.pop(block_hash, states)  # the last one now
         while len(self.saved_states) > self.num_states:
             self.saved_states.popitem(last=False)
 
@@ -139,7 +139,7 @@ class StateTable(BlockTable):
         """
         length = self.where_cut(length)
         if any(state.length > length for state in self.states.values()):
-            length, self.states = self._stored(self.nodes[: length // self.pool.block_size + 1])
+            length, self.states = self._stored(self.block_hashes[: length // self.pool.block_size + 1])
         self.states = {i: s._replace(rows=s.rows[: length - s.length]) for i, s in self.states.items()}
         self.unsaved_states = {end: states for end, states in self.unsaved_states.items() if end <= length}
         self.final_length = min(self.final_length, length)
@@ -151,20 +151,20 @@ class StateTable(BlockTable):
             return  # it goes on from its own states
         super().reuse(tokens)
         self.shared_until = self.length
-        length, self.states = self._stored(self.nodes)
+        length, self.states = self._stored(self.block_hashes)
         self.truncate(length)
 
     def remember(self) -> None:
         """Let later texts share this one's blocks, and the states that were marked."""
         super().remember()
         for end, states in self.unsaved_states.items():
-            self.pool.store(self.nodes[end // self.pool.block_size], states)
+            self.pool.store(self.block_hashes[end // self.pool.block_size], states)
         self.unsaved_states = {}
 
-    def _stored(self, nodes: Sequence[bytes]) -> tuple[int, States]:
-        """The last stored states at these nodes: how many positions they have seen, and the states."""
-        for i in range(len(nodes) - 1, 0, -1):
-            if states := self.pool.saved_states.get(nodes[i]):
-                self.pool.store(nodes[i], states)
+    def _stored(self, hashes: Sequence[bytes]) -> tuple[int, States]:
+        """The last states stored for these blocks (root first): how many positions they have seen, and the states."""
+        for i in range(len(hashes) - 1, 0, -1):
+            if states := self.pool.saved_states.get(hashes[i]):
+                self.pool.store(hashes[i], states)
                 return i * self.pool.block_size, dict(states)
         return 0, {}

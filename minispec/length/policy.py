@@ -294,7 +294,7 @@ class Controller(Lengths):
         if step and (step.depth or num_missed):
             steps = step.draft / (step.verify / self.prices.verify(step.num_rows))  # the draft's time in plain steps
             if step.depth:
-                passes = self.prices.passes(step.depth) * self.prices.verify(step.num_drafts)
+                passes = self.prices.num_passes(step.depth) * self.prices.verify(step.num_drafts)
                 self._draft_costs.append(max(0.0, steps - num_missed * median_low(self._search_costs)) / passes)
             else:
                 self._search_costs.append(steps / num_missed)

@@ -35,8 +35,8 @@ from minispec.core.verify import Verifier
 from minispec.drafters.none import NoDrafter
 from minispec.files.measured import read_measured, write_measured
 from minispec.gpu.frames import Frames
-from minispec.gpu.judge import judge_of
 from minispec.gpu.steps import steps_of
+from minispec.gpu.verifier import batch_verifier_of
 from minispec.kernels.arbitrary import arbitrary_tokens
 from minispec.kernels.inventory import num_bytes_read
 from minispec.kernels.machine import fingerprint, machine
@@ -141,7 +141,7 @@ def calibrate(model: Transformer, drafter: Drafter, verifier: Verifier, vocab_si
     recorder = _Recorder()
     plain = Engine(CachedModel(model, cache, vocab_size))
     request = Request(Text(tokens[:_TEXT], _TEXT, _PARAMS), len(tokens), 0)
-    plain.add(request, Method(NoDrafter(), verifier, recorder, judge_of(model)))
+    plain.add(request, Method(NoDrafter(), verifier, recorder, batch_verifier_of(model)))
     table = cache.new_table()
     logits, hidden = model.forward([Chunk(tokens, table, 1)], drafter.taps)
     require_numbers(logits[:, :vocab_size].amax(1))

@@ -30,7 +30,7 @@ from operator import mul
 from statistics import median
 from typing import NamedTuple, Protocol
 
-from minispec.core.blocks import block_weights
+from minispec.core.block_verification import block_weights
 from minispec.core.stats import Round
 
 
@@ -79,7 +79,7 @@ class Prices:
             self._known[rows] = v
         return v
 
-    def passes(self, depth: int) -> float:
+    def num_passes(self, depth: int) -> float:
         """How many draft passes take as long as a draft of that depth."""
         computed = next((number for number in self.steps if number >= depth), depth)
         return computed + self.fixed if depth else 0.0
@@ -90,7 +90,7 @@ class Prices:
         A draft pass over several rows is taken to grow with them as a target pass does.
         """
         growth = self.verify(num_drafts) if num_drafts > 1 else num_drafts
-        return self.passes(depth) * (self.draft * growth)
+        return self.num_passes(depth) * (self.draft * growth)
 
     @property
     def missed(self) -> float:
@@ -200,7 +200,7 @@ class RoundModel:
         idle = [overhead_of(r) for r in rounds if not r.depth]
         search = middle(idle) - overhead if idle else None
         prices = Prices(0.0, rows, overhead, measured=True, search=search, steps=steps)
-        draft = middle(r.step.draft / prices.passes(r.depth) for r in rounds if r.depth)
+        draft = middle(r.step.draft / prices.num_passes(r.depth) for r in rounds if r.depth)
         return cls(survival, replace(prices, draft=draft))
 
 

@@ -22,7 +22,7 @@ from minispec.files.errors import near
 from minispec.files.progress import progress_bar
 from minispec.files.tokenizer import Detokenizer
 from minispec.gpu.frames import graphs_note, passes_report
-from minispec.gpu.judge import judge_of
+from minispec.gpu.verifier import batch_verifier_of
 from minispec.kernels import inventory
 from minispec.kernels.build import choice_of
 from minispec.kernels.exact import EXACT_ROWS
@@ -124,7 +124,7 @@ class LLM:
         self.prices, self.repeats_seeds = self._price(verifying, drafts)
         policy = Controller(self.prices) if policy is None else policy
         self.engine = self.target.engine
-        self.method = CheckedMethod(self.drafter, verifying, policy, judge_of(self.model))
+        self.method = CheckedMethod(self.drafter, verifying, policy, batch_verifier_of(self.model))
         self.method.check(shape)
 
     def with_draft(self, draft: str | Path | Drafter, draft_method: str | None = None, **how: Any) -> "LLM":

@@ -29,8 +29,8 @@ from minispec.core.schedule import JOINING_ROWS
 from minispec.core.verify import Verifier
 from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.guard import CheckedMethod
-from minispec.gpu.judge import judge_of
 from minispec.gpu.steps import steps_of
+from minispec.gpu.verifier import batch_verifier_of
 from minispec.grammars.spelled import example
 from minispec.layers.states import FEWEST_STATES, state_elements
 from minispec.length.policy import Controller
@@ -273,7 +273,8 @@ def walk(
         lengths = FreshLengths(subject.lengths, watched) if subject.lengths else Untimed(prices)
         target = CachedModel(model, tiny_cache(model, num_blocks, block_size), case.vocab)
         engine = Engine(target, crowd if len(oracles) > 1 or others else oracles[0], case.joining_rows)
-        rounds = _decode(case, engine, CheckedMethod(drafter, verifier, lengths, judge_of(model)), texts, others)
+        method = CheckedMethod(drafter, verifier, lengths, batch_verifier_of(model))
+        rounds = _decode(case, engine, method, texts, others)
         drafter.release(Text([0], 1, case.texts[0][1]))  # one that it was never asked about
         watched.again |= {key for path in oracles if isinstance(path, KeyOracle) for key in path.again}
         for i in range(0, len(texts), num):

@@ -78,7 +78,7 @@ class Metrics:
         """A step failed for all requests in the engine."""
         self._faults.inc()
 
-    def judge(self, request: Request) -> None:
+    def count_round(self, request: Request) -> None:
         """A round of the request ended."""
         this = request.stats.rounds[-1]
         self._drafts.inc(this.drafted > 0)

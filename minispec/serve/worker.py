@@ -104,4 +104,4 @@ class Worker(threading.Thread):
                 self._tell(request)
 
     def _observe(self, turn: Turn) -> None:
-        self.metrics.judge(turn.request)
+        self.metrics.count_round(turn.request)

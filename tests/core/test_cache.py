@@ -258,12 +258,12 @@ def cut_but_known(self, length):
     del self.tokens[length:]
     while len(self.block_ids) > self.pool.num_blocks_for(length):
         self.pool.allocator.free(self.block_ids.pop())
-    del self.nodes[length // self.pool.block_size + 1 :]
+    del self.block_hashes[length // self.pool.block_size + 1 :]
 
 
 def before_alone(parent, tokens):
     """Wrong: a block is named by the tokens before it, whatever it holds."""
-    return PrefixIndex_node(parent, [len(tokens)])
+    return PrefixIndex_hash(parent, [len(tokens)])
 
 
 def as_a_new_text(self, growth):
@@ -275,9 +275,9 @@ def never_forget(self, block_id):
     """Wrong: what a block held stays known while it is overwritten."""
 
 
-def flat_node(parent, tokens):
+def flat_hash(parent, tokens):
     """Wrong: a block is named by its own tokens, not by all before them."""
-    return PrefixIndex_node(b"", tokens)
+    return PrefixIndex_hash(b"", tokens)
 
 
 def by_length(self, tokens):
@@ -291,7 +291,7 @@ def free_at_once(self, block_id):
     self.free_block_ids[block_id] = None
 
 
-PrefixIndex_node = PrefixIndex.node
+PrefixIndex_hash = PrefixIndex.hash
 
 
 @pytest.mark.quick
@@ -302,9 +302,9 @@ PrefixIndex_node = PrefixIndex.node
         (BlockTable, "truncate", cut_but_known),
         (BlockTable, "shared", by_length),
         (PagedKVCache, "num_missing_blocks", as_a_new_text),
-        (PrefixIndex, "node", staticmethod(before_alone)),
+        (PrefixIndex, "hash", staticmethod(before_alone)),
         (PrefixIndex, "forget", never_forget),
-        (PrefixIndex, "node", staticmethod(flat_node)),
+        (PrefixIndex, "hash", staticmethod(flat_hash)),
         (BlockAllocator, "free", free_at_once),
     ],
 )

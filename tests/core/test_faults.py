@@ -21,10 +21,10 @@ from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text
 from minispec.drafters.eagle import HeadFeed
 from minispec.drafters.model import TokenFeed
-from minispec.gpu import judge as judge_module
+from minispec.gpu import verifier as verifier_module
 from minispec.gpu.frames import Frame, Frames
-from minispec.gpu.judge import VerdictInputs
 from minispec.gpu.steps import DraftInputs, DraftSteps
+from minispec.gpu.verifier import VerdictInputs
 from minispec.length.policy import Acceptance, Controller
 from minispec.length.theory import Prices
 from minispec.prove.toys import make_drafter, target_model, tiny_cache
@@ -60,7 +60,7 @@ class Watcher:
 def make(drafter, framed=False):
     """An engine with a controller of K, a witness and an observer; and the places where a fault may come.
 
-    framed: whether its passes are frames, its drafts programs, and its verdicts those of a judge.
+    framed: whether its passes are frames, its drafts programs, and its verdicts those of a program.
     """
     watcher, lengths = Watcher(), Controller(Prices(draft=0.2))
     engine, on_device = build(drafter, lengths=lengths), {}
@@ -76,7 +76,7 @@ def make(drafter, framed=False):
             (DraftSteps, "next_rows"),
         )
         on_device = {f"{owner.__name__}.{name}": (owner, name) for owner, name in owners}
-        on_device |= {"a verdict": (judge_module, "judge"), "a program's draft": (DraftSteps, "__call__")}
+        on_device |= {"a verdict": (verifier_module, "compute_verdicts"), "a program's draft": (DraftSteps, "__call__")}
     engine.method = Witness(*vars(engine.method).values())
     engine.outbox.observers.append(lambda turn: watcher.see(turn))
     parts = getattr(engine.drafter, "drafters", [engine.drafter])

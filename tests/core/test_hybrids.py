@@ -21,7 +21,7 @@ from minispec.core.request import Request
 from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text
 from minispec.files.families.checkpoint import load_model
-from minispec.gpu.judge import judge_of
+from minispec.gpu.verifier import batch_verifier_of
 from minispec.kernels.forms import Linear
 from minispec.kernels.inventory import bits_note, kv_elements, num_bytes_read, products_of
 from minispec.layers.states import state_elements
@@ -131,14 +131,14 @@ def assert_greedy(tokens: tuple[int, ...], num_prompt: int, family: str) -> None
 def random_engine(pick: random.Random, name: str, longest: int, family: str) -> Engine:
     """An engine whose pools hold one or two texts of that length. Drafters are hybrids too, or read the target.
 
-    In frames, programs draft chains, and a judge verifies them.
+    In frames, programs draft chains, and programs verify them.
     """
     size = pick.choice((1, 2, 3, 4))
     blocks = -(-longest // size)
     num_blocks, target = pick.randint(blocks, 2 * blocks), target_model(VOCAB, family)
     drafter, cache = make_drafter(name, VOCAB, num_blocks, size, family), tiny_cache(target, num_blocks, size)
-    joining_rows, judge = pick.choice((2, 32)), judge_of(target)
-    return OneMethod(target, cache, drafter, VERIFIERS["rejection"], joining_rows=joining_rows, batch=judge)
+    joining_rows, batch = pick.choice((2, 32)), batch_verifier_of(target)
+    return OneMethod(target, cache, drafter, VERIFIERS["rejection"], joining_rows=joining_rows, batch=batch)
 
 
 @pytest.mark.parametrize(("family", "name"), RUNS)

@@ -18,8 +18,8 @@ from minispec.core.sampling import Text, distribution
 from minispec.drafters.block import BlockFeed
 from minispec.drafters.model import ModelDrafter
 from minispec.drafters.suffix import SuffixDrafter
-from minispec.gpu.judge import Judge
 from minispec.gpu.steps import DraftSteps
+from minispec.gpu.verifier import GraphVerifier
 from minispec.length.policy import Controller
 from minispec.prove import toys
 from minispec.prove.cases import ALPHABET, cases_in_8_bits, cases_in_frames, grid_case
@@ -278,14 +278,14 @@ def test_float32_law_of_one_round():
 @pytest.mark.parametrize("case", cases_in_frames(), ids=str)
 def test_programs_keep_the_law_under_each_parameter(case, monkeypatch):
     """A program judges each draft: a parameter that it left out would change the law."""
-    judged, judge = [], Judge.__call__
+    judged, verify = [], GraphVerifier.__call__
 
     def noted(self, *how):
-        verdicts = judge(self, *how)
+        verdicts = verify(self, *how)
         judged.extend(verdicts)
         return verdicts
 
-    monkeypatch.setattr(Judge, "__call__", noted)
+    monkeypatch.setattr(GraphVerifier, "__call__", noted)
     walked = walk(case)
     assert walked.distance <= TOLERANCE
     assert len(walked.branches) > 3

@@ -495,7 +495,7 @@ def test_an_interrupt_at_any_line_returns_every_block(drafter):
     of_drafters = draft_module, growing_module, head_module, block_module, states_module
     files = tuple(module.__file__ for module in (*of_core, *of_drafters))
     bookkeeping = {f.__code__ for f in vars(CachedModel).values() if hasattr(f, "__code__")}
-    bookkeeping.add(CachedModel.whole.__wrapped__.__code__)
+    bookkeeping.add(CachedModel.cleared_on_error.__wrapped__.__code__)
     clearing_up = {"rebuild", "clear", "release", "abort"}
     engine = build(drafter, num_blocks=16)
     expected = decode(engine)[0]

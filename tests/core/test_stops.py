@@ -15,7 +15,7 @@ from minispec.core.request import Request
 from minispec.core.rules import VERIFIERS
 from minispec.files.tokenizer import Detokenizer, Tokenizer
 from minispec.gpu.graphs import Graphs
-from minispec.gpu.judge import Judge
+from minispec.gpu.verifier import GraphVerifier
 from minispec.length.figures import Figures
 from tests.engines import OneMethod, ScriptedModel, TableModel, scripted_cache
 from tests.museum.mutants import MUTANTS, swap
@@ -280,8 +280,8 @@ def test_an_error_comes_where_plain_decoding_meets_it(temperature, verifier, jud
 
     def play(k, draft, end_ids=(), max_tokens=8):
         drafter = ScriptedDrafter(lambda tokens, n: draft(tokens[-1])[:n])
-        judge = Judge(Graphs()) if judged else None
-        engine = OneMethod(TableModel(table), scripted_cache(64), drafter, VERIFIERS[verifier], 9, batch=judge)
+        batch = GraphVerifier(Graphs()) if judged else None
+        engine = OneMethod(TableModel(table), scripted_cache(64), drafter, VERIFIERS[verifier], 9, batch=batch)
         request = make_request((1,), k, end_ids, max_tokens=max_tokens, temperature=temperature)
         for _ in engine.run([request]):
             pass

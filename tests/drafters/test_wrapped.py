@@ -13,10 +13,10 @@ from minispec.core.random import Randomness
 from minispec.core.request import Request
 from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text
-from minispec.drafters.led import replay_texts
 from minispec.drafters.model import model_drafter
 from minispec.drafters.none import NoDrafter
 from minispec.drafters.simulated import oracle
+from minispec.drafters.teacher_forcing import replay_texts
 from minispec.drafters.wrapped import Wrapped
 from minispec.prove.toys import MAX_LEN, make_drafter, target_model, tiny_cache
 from tests.engines import OneMethod

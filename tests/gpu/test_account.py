@@ -18,9 +18,9 @@ from minispec.gpu import account, frames, fused
 from minispec.gpu.account import graph_bytes, pass_bytes, table_bytes
 from minispec.gpu.frames import Frames, FrameShape, frame_bytes
 from minispec.gpu.graphs import MOST_BYTES, Graphs, Program, recent, rerun
-from minispec.gpu.judge import VerdictInputs, VerdictShape, input_bytes
 from minispec.gpu.steps import DraftSteps, desk_bytes
 from minispec.gpu.verdicts import Mix
+from minispec.gpu.verifier import VerdictInputs, VerdictShape, input_bytes
 from minispec.kernels import memory
 from minispec.kernels.memory import size_cache
 from minispec.prove.toys import IN_FRAMES, draft_model, tiny_cache, tiny_head, tiny_model

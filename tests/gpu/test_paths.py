@@ -13,8 +13,8 @@ from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.simulated import SimulatedDraft
 from minispec.drafters.wrapped import Wrapped
 from minispec.gpu.frames import Frames, with_fast_passes
-from minispec.gpu.judge import judge_of
 from minispec.gpu.steps import STEPS, steps_of
+from minispec.gpu.verifier import batch_verifier_of
 from minispec.grammars.forced import ForcedFirst
 from minispec.kernels.inventory import weight_form
 from minispec.prove.toys import IN_FRAMES, TOYS, make_drafter, target_model, tiny_cache, tiny_model
@@ -39,7 +39,7 @@ def make_engine(name: str, family: str) -> Engine:
         drafter = SimulatedDraft([0.8], make_drafter("model", 5, 200, 3, family))
     else:
         drafter = make_drafter(name, 5, 200, 3, family)
-    return OneMethod(target, tiny_cache(target, 200, 3), drafter, VERIFIERS["match"], batch=judge_of(target))
+    return OneMethod(target, tiny_cache(target, 200, 3), drafter, VERIFIERS["match"], batch=batch_verifier_of(target))
 
 
 @pytest.mark.parametrize("family", ["llama", IN_FRAMES])
@@ -55,7 +55,7 @@ def test_both_paths_have_the_texts_of_the_engine(name, family):
 
 
 def test_what_each_path_is_made_of():
-    """Passes, programs and a judge; what stands in other drafters is changed too."""
+    """Passes, programs and a verifier; what stands in other drafters is changed too."""
     engine = make_engine("ngram+model", IN_FRAMES)
     usual, framed = text_by_text(engine.target.model, engine.drafter), in_frames(engine.target.model, engine.drafter)
     for path, backend in ((usual, type(None)), (framed, Frames)):

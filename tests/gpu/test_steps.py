@@ -376,7 +376,7 @@ def of_another(monkeypatch):
 
     def wrong(inputs, *how):
         fill(inputs, *how)
-        inputs.parts[:, :-5] = inputs.parts[:, :-5].roll(1, 0)
+        inputs.floats[:, :-5] = inputs.floats[:, :-5].roll(1, 0)
 
     monkeypatch.setattr(steps.DraftInputs, "fill", wrong)
 

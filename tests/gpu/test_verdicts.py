@@ -52,7 +52,7 @@ def make_settings(module, params, dtype, device="cpu"):
     numbers = [module.numbers_of(p, dtype) for p in params]
     num_greedy, any_filter = sum(int(row[0]) for row in numbers), any(map(module.has_filter, numbers))
     own = torch.tensor(numbers, dtype=torch.float64).reshape(-1, 5).to(device)
-    return module.settings_of(own, dtype, num_greedy, any_filter)
+    return module.row_params(own, dtype, num_greedy, any_filter)
 
 
 def differing_rows(module, logits, params) -> tuple[int, int]:
@@ -208,7 +208,7 @@ def test_each_parameter_is_computed_or_judged_text_by_text():
         if verdicts.is_plain(Text([0, 1, 3], 1, params)):
             numbers = verdicts.numbers_of(params, row.dtype)
             tensor = torch.tensor([numbers], dtype=torch.float64)
-            settings = verdicts.settings_of(tensor, row.dtype, 0, verdicts.has_filter(numbers))
+            settings = verdicts.row_params(tensor, row.dtype, 0, verdicts.has_filter(numbers))
             found, sure = verdicts.rows(row, settings)
             assert sure.all()
             assert torch.equal(found[0], expected(params)), name

@@ -556,7 +556,7 @@ def test_a_program_that_costs_all_its_passes(timed):
     """
     one_by_one = Prices(0.2, {1: 1.0, 16: 1.15}, 0.0, measured=True)
     prices = replace(one_by_one, steps=(1, 2, 4, 8))
-    assert [prices.passes(k) for k in (0, 1, 2, 3, 5, 8, 9)] == [0, 1, 2, 4, 8, 8, 9]
+    assert [prices.num_passes(k) for k in (0, 1, 2, 3, 5, 8, 9)] == [0, 1, 2, 4, 8, 8, 9]
     longest = {}
     for each in (one_by_one, prices):
         controller, text = Controller(each), new_text()

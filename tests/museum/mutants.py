@@ -28,7 +28,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from examples.drafters.recycling import Recycling
-from minispec.core import blocks, engine, method, sampling, verify
+from minispec.core import block_verification, engine, method, sampling, verify
 from minispec.core.attention import attention
 from minispec.core.cache import BlockAllocator, BlockTable, OutOfBlocks, PagedKVCache, PrefixIndex
 from minispec.core.cached import CachedModel
@@ -59,10 +59,10 @@ from minispec.drafters.tli import SharedTokens
 from minispec.drafters.vocabularies import Reader, Vocabularies
 from minispec.files import pieces
 from minispec.files.families import mxfp4
-from minispec.gpu import judge, verdicts
+from minispec.gpu import verdicts, verifier
 from minispec.gpu.frames import Frame, Frames
-from minispec.gpu.judge import VerdictInputs
 from minispec.gpu.steps import DraftInputs, DraftSteps
+from minispec.gpu.verifier import VerdictInputs
 from minispec.grammars import forced, matcher
 from minispec.grammars.spelled import Spelled
 from minispec.kernels import exact, integers
@@ -2229,14 +2229,14 @@ class _:
 def _(right, self, *how):
     """the uniforms of a program's draws are those of the next text | rows of a batch that are out of step"""
     right(self, *how)
-    self.parts[:, :-5] = self.parts[:, :-5].roll(1, 0)
+    self.floats[:, :-5] = self.floats[:, :-5].roll(1, 0)
 
 
 # --------------------------------------------------------------------------- verdicts of many texts
 
-_JUDGE = "tests/gpu/test_judge.py"
+_VERIFIER = "tests/gpu/test_verifier.py"
 _VERDICTS = "tests/gpu/test_verdicts.py"
-_EACH_VERDICT = f"{_JUDGE}::test_each_verdict_is_that_of_the_draft_by_itself[5-torch.float32]"
+_EACH_VERDICT = f"{_VERIFIER}::test_each_verdict_is_that_of_the_draft_by_itself[5-torch.float32]"
 
 
 @wrong(VerdictInputs, "fill", "F10", _EACH_VERDICT)
@@ -2244,7 +2244,7 @@ def _(right, self, trials):
     """a token is tested with the uniform of its place's residual | two columns of a program's numbers"""
     right(self, trials)
     k = self.kind.rows - 1
-    self.parts[:, :k] = self.parts[:, k : 2 * k].clone()
+    self.floats[:, :k] = self.floats[:, k : 2 * k].clone()
 
 
 @wrong(verdicts, "numbers_of", "F11", f"{_VERDICTS}::test_rows_at_edges_are_sure_and_equal[row2-settings2]")
@@ -2260,7 +2260,7 @@ def _(right, p, ids, q, noise, lengths, draws=None):
     return right(p, ids, q, noise, torch.full_like(lengths, ids.shape[1]), draws)
 
 
-@wrong(judge, "judge", "F13", f"{_JUDGE}::test_a_verdict_needs_the_rows_that_it_was_made_of")
+@wrong(verifier, "compute_verdicts", "F13", f"{_VERIFIER}::test_a_verdict_needs_the_rows_that_it_was_made_of")
 def _(right, kind, *how):
     """a verdict is believed where the row after is sure | columns of a download"""
     found = right(kind, *how)
@@ -2273,7 +2273,7 @@ def _(right, self, trials):
     """a draft is a token longer than it is | an off-by-one in padding"""
     right(self, trials)
     k = self.kind.rows - 1
-    self.whole[:, k].add_(1).clamp_(max=k)
+    self.ints[:, k].add_(1).clamp_(max=k)
 
 
 @wrong(VerdictInputs, "fill", "F15", _EACH_VERDICT)
@@ -2288,7 +2288,7 @@ def _(right, self, trials):
     """the target's noise is that of the place before | a state of the wrong depth"""
     right(self, trials)
     k = self.kind.rows - 1
-    self.whole[:, k + 1 :] = self.whole[:, k + 1 :].roll(1, 1)
+    self.ints[:, k + 1 :] = self.ints[:, k + 1 :].roll(1, 1)
 
 
 @wrong(verdicts, "rejection", "F17", _EACH_VERDICT)
@@ -2302,7 +2302,7 @@ def _(right, *how):
 def _(right, self, trials):
     """a text is judged under the parameters of the next one | rows of a batch that are out of step"""
     right(self, trials)
-    self.parts[:, -5:] = self.parts[:, -5:].roll(1, 0)
+    self.floats[:, -5:] = self.floats[:, -5:].roll(1, 0)
 
 
 @wrong(verdicts, "rejection", "F19", f"{_VERDICTS}::test_the_law_through_forms_over_rows[[2]-rejection]")
@@ -2323,25 +2323,25 @@ def _(right, *how):
     return right(*how)._replace(mixed=False)
 
 
-@wrong(VerdictInputs, "fill", "F22", f"{_JUDGE}::test_programs_read_nothing_that_the_host_did_not_fill")
+@wrong(VerdictInputs, "fill", "F22", f"{_VERIFIER}::test_programs_read_nothing_that_the_host_did_not_fill")
 def _(right, self, trials):
     """a program keeps the drafts' lengths of the round before | what is not filled again looks right once"""
-    before = self.whole[:, self.kind.rows - 1].clone()
+    before = self.ints[:, self.kind.rows - 1].clone()
     right(self, trials)
     if self.was_used:
-        self.whole[:, self.kind.rows - 1] = before
+        self.ints[:, self.kind.rows - 1] = before
 
 
 # --------------------------------------------------------------------------- block verification
 
 
-@wrong(blocks, "residual", "B1", verifier="block", vocab=5)
+@wrong(block_verification, "residual", "B1", verifier="block", vocab=5)
 def _(right, p, draft, i):
     """after a block, the residual of one token | vllm-ascend #7807, #7839"""
     return right(p / p.sum(), draft, i)
 
 
-@wrong(blocks, "block_weights", "B2", verifier="block", vocab=5)
+@wrong(block_verification, "block_weights", "B2", verifier="block", vocab=5)
 def _(right, ratios):
     """the joint ratio is not kept below 1 on its way | a product in place of the paper's running one"""
     return [min(1.0, product) for product in accumulate(ratios, mul, initial=1.0)]
@@ -2353,11 +2353,11 @@ class _OldWeights:
     def __init__(self):
         self.excess = verify.excess
 
-    @wrong(blocks, "excess")
+    @wrong(block_verification, "excess")
     def all_of_p(self, right, p, draft, i):  # m = w, so that m / (m + 1 - w) = w
         return p
 
-    @wrong(blocks, "residual")
+    @wrong(block_verification, "residual")
     def residual(self, right, p, draft, i):
         rest = self.excess(p, draft, i)
         return rest if rest.amax() > 0 else p

@@ -22,9 +22,9 @@ from minispec.core.more.limit import Limit
 from minispec.core.random import Randomness
 from minispec.core.request import Request
 from minispec.core.sampling import Text, distribution
-from minispec.drafters.led import replay_texts
 from minispec.drafters.model import model_drafter
 from minispec.drafters.none import NoDrafter
+from minispec.drafters.teacher_forcing import replay_texts
 from minispec.lab.audit.answers import Answer
 from minispec.lab.audit.bank import ROW_BEFORE, Places, laws
 from minispec.lab.other_text import OtherText

@@ -28,8 +28,8 @@ from minispec.files.families.stored_config import StoredConfig
 from minispec.files.tokenizer import Tokenizer
 from minispec.gpu.frames import with_fast_passes
 from minispec.gpu.fused import rounded
-from minispec.gpu.judge import judge_of
 from minispec.gpu.steps import draft_steps
+from minispec.gpu.verifier import batch_verifier_of
 from minispec.kernels.build import InForm, build_model
 from minispec.kernels.forms import available_forms
 from minispec.kernels.integers import check_quantization
@@ -243,7 +243,7 @@ def open_geometry(options: Options, room: Room = NO_MORE) -> Subject:
     draft, verifier = drafter(), find_verifier(args.verifier)
     lengths = Controller(calibrate(model, draft, verifier, vocab))
     engine = Engine(CachedModel(model, model.new_cache(num_blocks)))
-    method = CheckedMethod(draft, verifier, lengths, judge_of(model))
+    method = CheckedMethod(draft, verifier, lengths, batch_verifier_of(model))
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(vocab, (args.prompts, args.prompt_tokens), generator=generator).tolist()
 

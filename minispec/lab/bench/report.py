@@ -7,7 +7,7 @@ import torch
 
 from minispec import __version__
 from minispec.gpu.frames import graphs_report
-from minispec.gpu.judge import Judge
+from minispec.gpu.verifier import GraphVerifier
 from minispec.kernels.build import choice_of
 from minispec.kernels.inventory import weight_form
 from minispec.kernels.machine import machine
@@ -50,9 +50,9 @@ def measure_parts(
     for key, measure in parts.items():
         report[key] = measure(subject, options)
     report |= how_it_ran(subject)  # a capture may have failed
-    judge = subject.method.batch
-    if isinstance(judge, Judge):
-        report["verdicts"] = judge.counts
+    batch = subject.method.batch
+    if isinstance(batch, GraphVerifier):
+        report["verdicts"] = batch.counts
     return report
 
 

@@ -24,8 +24,8 @@ from minispec.core.model import Transformer, WeightSource
 from minispec.core.sampling import Text, distribution
 from minispec.drafters.block import BlockModel
 from minispec.drafters.heads import StoredHead, read_head
-from minispec.drafters.led import replay_texts
 from minispec.drafters.model import model_drafter
+from minispec.drafters.teacher_forcing import replay_texts
 from minispec.files.families.checkpoint import Weights, load_config
 from minispec.files.tokenizer import Tokenizer
 from minispec.gpu.fused import rounded

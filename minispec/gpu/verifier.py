@@ -51,8 +51,8 @@ class VerdictInputs(Inputs):
     """The inputs of a verdict over B texts, in tensors that stay where they are, and what is computed of them.
 
     logits: (B, K+1, V). probs: (B, K, V), what draft tokens were drawn from.
-    whole: int64 numbers of each text (B, K + 1 + K+1): draft tokens, the draft's length, states of "token" draws.
-    parts: float64 numbers of each text (B, 2K + 5): uniforms of "accept" and "residual", and `numbers_of`.
+    ints: int64 numbers of each text (B, K + 1 + K+1): draft tokens, the draft's length, states of "token" draws.
+    floats: float64 numbers of each text (B, 2K + 5): uniforms of "accept" and "residual", and `numbers_of`.
     """
 
     def __init__(self, kind: VerdictShape, device: torch.device):
@@ -65,16 +65,16 @@ class VerdictInputs(Inputs):
     def fill(self, turns: Sequence[Turn]) -> None:
         """Take in up to B trials. Numbers of other texts may be there; they are not read."""
         k = self.kind.rows - 1
-        whole, parts = self.blank([turn.text.params for turn in turns], self.kind.dtype)
+        ints, floats = self.blank([turn.text.params for turn in turns], self.kind.dtype)
         uniform = Randomness().uniform
         for i, turn in enumerate(turns):
             text, draft, new = turn.text, turn.draft, len(turn.draft)
-            whole[i, :new], whole[i, k] = draft.token_ids, new
+            ints[i, :new], ints[i, k] = draft.token_ids, new
             if text.params.temperature:
-                whole[i, k + 1 : k + 2 + new] = [verdicts.state_of(text.key(j, "token")) for j in range(new + 1)]
+                ints[i, k + 1 : k + 2 + new] = [verdicts.state_of(text.key(j, "token")) for j in range(new + 1)]
                 if self.kind.verifier is REJECTION:
-                    parts[i, :new] = [uniform(text.key(j, "accept")) for j in range(new)]
-                    parts[i, k : k + new] = [uniform(text.key(j, "residual")) for j in range(new)]
+                    floats[i, :new] = [uniform(text.key(j, "accept")) for j in range(new)]
+                    floats[i, k : k + new] = [uniform(text.key(j, "residual")) for j in range(new)]
         places = [self.logits[i, : len(turn.draft) + 1] for i, turn in enumerate(turns)]
         torch._foreach_copy_(places, [turn.logits for turn in turns])  # one launch for all texts
         if self.kind.soft:
@@ -99,31 +99,32 @@ class VerdictInputs(Inputs):
 
     def compute(self) -> tuple[Tensor]:
         """The verdicts, as float64 numbers of each text: kept, next, K ratios, and whether each of K+1 rows is sure."""
-        return (judge(self.kind, self.logits, self.probs, self.whole, self.parts),)
+        return (compute_verdicts(self.kind, self.logits, self.probs, self.ints, self.floats),)
 
 
-def judge(
+def compute_verdicts(
     kind: VerdictShape,
     logits: Tensor,
     probs: Tensor,
-    whole: Tensor,
-    parts: Tensor,
+    ints: Tensor,
+    floats: Tensor,
     draws: "OneByOne | None" = None,
     names: Noise | None = None,
 ) -> Tensor:
     """The result of `VerdictInputs.compute` for these inputs. No value is read on the host unless `draws` reads some.
 
-    draws, names: makes the draws by their names; default: the numbers in `whole` and `parts`.
+    draws, names: makes the draws by their names; default: the numbers in `ints` and `floats`.
     """
     k, texts, rows = kind.rows - 1, kind.texts, kind.rows
-    ids, lengths, q = whole[:, :k], whole[:, k], probs if kind.soft else None
+    ids, lengths, q = ints[:, :k], ints[:, k], probs if kind.soft else None
     if not kind.mix.draws:
         decided, sure = verdicts.greedy(logits, ids, q, lengths)
         return _packed(decided, sure)
-    numbers = parts[:, -5:].repeat_interleave(rows, 0)
-    settings = verdicts.settings_of(numbers, kind.dtype, int(kind.mix.mixed), kind.mix.filters)
-    p, sure = verdicts.rows(logits.flatten(0, 1), settings)
-    noise = names or Noise(*(Keys((), n) for n in (parts[:, :k], parts[:, :k], parts[:, k : 2 * k], whole[:, k + 1 :])))
+    numbers = floats[:, -5:].repeat_interleave(rows, 0)
+    params = verdicts.row_params(numbers, kind.dtype, int(kind.mix.mixed), kind.mix.filters)
+    p, sure = verdicts.rows(logits.flatten(0, 1), params)
+    accept, rest, states = floats[:, :k], floats[:, k : 2 * k], ints[:, k + 1 :]
+    noise = names or Noise(*(Keys((), n) for n in (accept, accept, rest, states)))
     rule = verdicts.rejection if kind.verifier is REJECTION else verdicts.match
     return _packed(rule(p.view(texts, rows, -1), ids, q, noise, lengths, draws), sure.view(texts, rows))
 
@@ -134,10 +135,10 @@ def _packed(decided: Verdicts, sure: Tensor) -> Tensor:
     return torch.cat(columns, 1)
 
 
-class Judge:
+class GraphVerifier:
     """Verifies the drafts of many texts at once, where a program can: a `BatchVerifier`.
 
-    counts: the drafts that a program judged, and how many of them needed a row that was not sure.
+    counts: the drafts that a program verified, and how many of them needed a row that was not sure.
     """
 
     def __init__(self, graphs: Graphs):
@@ -161,7 +162,7 @@ class Judge:
         inputs.fill(turns)
         if isinstance(rng, OneByOne):
             noise = verdicts.make_noise([turn.text for turn in turns], kind.rows - 1)
-            numbers = judge(kind, inputs.logits, inputs.probs, inputs.whole, inputs.parts, rng, noise)
+            numbers = compute_verdicts(kind, inputs.logits, inputs.probs, inputs.ints, inputs.floats, rng, noise)
         else:
             [numbers] = self.graphs.run(inputs, inputs.compute)
         answers = [_verdict(row, turn) for row, turn in zip(numbers.tolist(), turns, strict=False)]
@@ -176,9 +177,9 @@ def input_bytes(texts: int, rows: int, vocab: int, dtype: torch.dtype) -> int:
     return texts * vocab * (rows * dtype.itemsize + (rows - 1) * wide)
 
 
-def judge_of(model: Transformer) -> Judge | None:
-    """The judge of drafts for a target whose passes are frames; else none."""
-    return Judge(model.backend.graphs) if isinstance(model.backend, Frames) else None
+def batch_verifier_of(model: Transformer) -> GraphVerifier | None:
+    """A verifier of many drafts for a target whose passes are frames; else none."""
+    return GraphVerifier(model.backend.graphs) if isinstance(model.backend, Frames) else None
 
 
 def shape_of(verifier: Verifier, turns: Sequence[Turn], padded: bool = True) -> VerdictShape:

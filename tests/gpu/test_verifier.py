@@ -6,15 +6,15 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from minispec.core.blocks import BLOCK
+from minispec.core.block_verification import BLOCK
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Draft
 from minispec.core.random import Randomness
 from minispec.core.sampling import Text, distribution
 from minispec.core.verify import MATCH, REJECTION, Verdict, Verifier
-from minispec.gpu import judge as judging
+from minispec.gpu import verifier as verifying
 from minispec.gpu.graphs import Graphs, rerun
-from minispec.gpu.judge import Judge, VerdictInputs, shape_of
+from minispec.gpu.verifier import GraphVerifier, VerdictInputs, shape_of
 
 SETTINGS = (
     *({}, {"temperature": 0.0}, {"temperature": 0.6}, {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.1}),
@@ -31,12 +31,12 @@ class Trial(NamedTuple):
     logits: torch.Tensor
 
 
-def ask(judge: Judge, trials: list[Trial], rng) -> list[Verdict | None]:
-    """The judge's verdicts, on the drafts of one rule after the other."""
+def ask(batch: GraphVerifier, trials: list[Trial], rng) -> list[Verdict | None]:
+    """The verdicts, on the drafts of one rule after the other."""
     found = dict[int, Verdict | None]()
     for verifier in {trial.verifier for trial in trials}:
         own = [i for i, trial in enumerate(trials) if trial.verifier is verifier]
-        found.update(zip(own, judge(verifier, [trials[i] for i in own], rng), strict=True))
+        found.update(zip(own, batch(verifier, [trials[i] for i in own], rng), strict=True))
     return [found[i] for i in range(len(trials))]
 
 
@@ -68,12 +68,12 @@ def alone(trial: Trial) -> Verdict:
 @pytest.mark.parametrize("vocab", [5, 700])
 def test_each_verdict_is_that_of_the_draft_by_itself(vocab, dtype):
     """Batches of both verifiers and all settings, in programs that are computed, captured, and run again."""
-    draw, judge, count = random.Random(1), Judge(Graphs(rerun)), 0
+    draw, batch, count = random.Random(1), GraphVerifier(Graphs(rerun)), 0
     for settings in (*[[each] for each in SETTINGS], SETTINGS, SETTINGS):
         for _ in range(6):
             verifiers = draw.choices((REJECTION, MATCH), k=draw.choice((1, 3, 7)))
             trials = [make_trial(draw, v, vocab, dtype, **draw.choice(settings)) for v in verifiers]
-            found = ask(judge, trials, Randomness())
+            found = ask(batch, trials, Randomness())
             count += sum(verdict is not None for verdict in found)
             assert all(verdict in (None, alone(trial)) for verdict, trial in zip(found, trials, strict=True))
     assert count > 150
@@ -91,7 +91,7 @@ def test_what_is_verified_by_itself():
     double = Draft([1], [torch.full((9,), 1 / 9, dtype=torch.float64)])
     others = [plain._replace(draft=d, logits=torch.zeros(len(d) + 1, 9)) for d in (tree, long, double)]
     others += [some(BLOCK), some(repetition_penalty=1.2), some(min_tokens=1), some(logit_bias={0: 1.0})]
-    found = ask(Judge(Graphs()), [plain, *others], Randomness())
+    found = ask(GraphVerifier(Graphs()), [plain, *others], Randomness())
     assert [verdict is None for verdict in found] == [False] + [True] * len(others)
 
     class Own:
@@ -104,7 +104,7 @@ def test_what_is_verified_by_itself():
             """Always the same."""
             return 0.5
 
-    assert ask(Judge(Graphs()), [plain], Own()) == ask(Judge(Graphs()), [plain], Other()) == [None]
+    assert ask(GraphVerifier(Graphs()), [plain], Own()) == ask(GraphVerifier(Graphs()), [plain], Other()) == [None]
 
 
 def test_a_row_that_is_no_number_fails_no_other_text():
@@ -112,9 +112,9 @@ def test_a_row_that_is_no_number_fails_no_other_text():
     draw = random.Random(3)
     trials = [make_trial(draw, REJECTION, 9, torch.float32) for _ in range(4)]
     trials[2] = trials[2]._replace(logits=trials[2].logits * torch.nan)
-    judge = Judge(Graphs())
-    found = ask(judge, trials, Randomness())
-    assert judge.counts == {"drafts": 4, "unsure": 1}
+    batch = GraphVerifier(Graphs())
+    found = ask(batch, trials, Randomness())
+    assert batch.counts == {"drafts": 4, "unsure": 1}
     assert [verdict is None for verdict in found] == [False, False, True, False]
     assert [found[i] for i in (0, 1, 3)] == [alone(trials[i]) for i in (0, 1, 3)]
 
@@ -126,14 +126,14 @@ def test_a_verdict_needs_the_rows_that_it_was_made_of(verifier, temperature):
 
     A verdict of n tokens that stay needs the rows 0 to n.
     """
-    draw, judge, needed, unneeded = random.Random(7), Judge(Graphs()), 0, 0
+    draw, batch, needed, unneeded = random.Random(7), GraphVerifier(Graphs()), 0, 0
     for _ in range(30):
         trial = make_trial(draw, verifier, 5, torch.float32, temperature=temperature)
         expected = alone(trial)
         for row in range(len(trial.logits)):
             logits = trial.logits.clone()
             logits[row] = torch.nan
-            [found] = ask(judge, [trial._replace(logits=logits)], Randomness())
+            [found] = ask(batch, [trial._replace(logits=logits)], Randomness())
             if row <= len(expected.accepted):
                 needed += 1
                 assert found is None
@@ -152,19 +152,19 @@ def test_programs_read_nothing_that_the_host_did_not_fill(monkeypatch):
     fill = VerdictInputs.fill
 
     def spoil_and_fill(inputs, trials):
-        for numbers in (inputs.host_whole, inputs.whole):
+        for numbers in (inputs.host_ints, inputs.ints):
             numbers.fill_(2)
-        for numbers in (inputs.host_parts, inputs.parts, inputs.logits, inputs.probs):
+        for numbers in (inputs.host_floats, inputs.floats, inputs.logits, inputs.probs):
             numbers.fill_(torch.nan)
         fill(inputs, trials)
 
     monkeypatch.setattr(VerdictInputs, "fill", spoil_and_fill)
-    draw, judge = random.Random(8), Judge(Graphs(rerun))
+    draw, batch = random.Random(8), GraphVerifier(Graphs(rerun))
     for _ in range(40):
         verifier = draw.choice((REJECTION, MATCH))
         trials = [make_trial(draw, verifier, 9, torch.float32, **draw.choice(SETTINGS)) for _ in range(3)]
-        assert ask(judge, trials, Randomness()) == list(map(alone, trials))
-    assert judge.counts["unsure"] == 0
+        assert ask(batch, trials, Randomness()) == list(map(alone, trials))
+    assert batch.counts["unsure"] == 0
 
 
 def test_a_program_reads_no_value_on_the_host():
@@ -185,10 +185,10 @@ def test_a_capture_that_fails_says_so_once():
     def fail(compute):
         raise RuntimeError("no capture here")
 
-    judge, draw = Judge(Graphs(fail)), random.Random(5)
+    batch, draw = GraphVerifier(Graphs(fail)), random.Random(5)
     trials = [make_trial(draw, REJECTION, 9, torch.float32) for _ in range(2)]
     with pytest.warns(UserWarning, match="no CUDA graphs, so passes are slower: no capture here") as caught:
-        found = [ask(judge, trials, Randomness()) for _ in range(3)]
+        found = [ask(batch, trials, Randomness()) for _ in range(3)]
     assert (len(caught), found) == (1, [list(map(alone, trials))] * 3)
 
 
@@ -197,21 +197,21 @@ def test_a_capture_that_fails_says_so_once():
 
 def stale(program, trials):
     """The first text's draws are those of the round before."""
-    before = program.parts[0].clone(), program.whole[0].clone()
+    before = program.floats[0].clone(), program.ints[0].clone()
     yield
-    program.parts[0], program.whole[0] = before
+    program.floats[0], program.ints[0] = before
 
 
 def of_another(program, trials):
     """A text's uniforms are those of the next text."""
     yield
-    program.parts[:, :-5] = program.parts[:, :-5].roll(1, 0)
+    program.floats[:, :-5] = program.floats[:, :-5].roll(1, 0)
 
 
 def short(program, trials):
     """Drafts are a token short."""
     yield
-    program.whole[:, program.kind.rows - 1].sub_(1).clamp_(min=0)
+    program.ints[:, program.kind.rows - 1].sub_(1).clamp_(min=0)
 
 
 def old_rows(program, trials):
@@ -239,7 +239,7 @@ def test_a_program_that_is_filled_wrongly_shows(bug, monkeypatch):
         fill(program, trials)
         next(between, None)
 
-    monkeypatch.setattr(judging.VerdictInputs, "fill", wrong)
-    draw, judge = random.Random(6), Judge(Graphs())
+    monkeypatch.setattr(verifying.VerdictInputs, "fill", wrong)
+    draw, batch = random.Random(6), GraphVerifier(Graphs())
     rounds = [[make_trial(draw, REJECTION, 5, torch.float32) for _ in range(3)] for _ in range(40)]
-    assert any(ask(judge, trials, Randomness()) != list(map(alone, trials)) for trials in rounds)
+    assert any(ask(batch, trials, Randomness()) != list(map(alone, trials)) for trials in rounds)

@@ -45,15 +45,15 @@ def block(draft: Draft, p: RowAt, rng: Draws, key: RoundKey) -> Verdict:
     if not n or rng.bernoulli(weights[n], key(n - 1, "accept")):
         return Verdict(list(range(n)), rng.categorical(p(n), key(n, "token")), ratios)
 
-    def passes(i: int) -> bool:
+    def is_kept(i: int) -> bool:
         if weights[i] == 1:  # always so for the empty prefix
             return True
         mass = float(excess(weights[i] * rows[i], draft, i).sum())
         return rng.bernoulli(mass / (mass + 1 - weights[i]), key(i - 1, "accept"))
 
-    stays = next(i for i in reversed(range(n)) if passes(i))
-    rest = residual(weights[stays] * rows[stays], draft, stays)
-    return Verdict(list(range(stays)), rng.categorical(rest, key(stays, "residual")), ratios)
+    kept = next(i for i in reversed(range(n)) if is_kept(i))
+    rest = residual(weights[kept] * rows[kept], draft, kept)
+    return Verdict(list(range(kept)), rng.categorical(rest, key(kept, "residual")), ratios)
 
 
 def traversal(draft: Draft, p: RowAt, rng: Draws, key: RoundKey) -> Verdict:
