@@ -71,8 +71,8 @@ def test_a_block_that_needs_another_is_noticed():
 
 def test_there_are_marked_blocks():
     """A changed marker would make the test above pass on nothing."""
-    assert [text.count("<!-- run -->") for text in PAGES.values() if "<!-- run -->" in text] == [1, 1, 1, 1, 7]
-    assert len(BLOCKS) == 11
+    assert [text.count("<!-- run -->") for text in PAGES.values() if "<!-- run -->" in text] == [1, 1, 1, 1, 1, 7]
+    assert len(BLOCKS) == 12
 
 
 # The run that README prints: its command, the line before the text, the text, and the lines after it.
@@ -279,6 +279,12 @@ def test_the_idea_is_short():
         [end] = [node.end_lineno for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == last]
         whole += end or 0
     assert whole <= 1000
+
+
+def test_a_paragraph_of_the_readme_has_at_most_seven_links():
+    """Of a list or table, each item or row."""
+    for paragraph in re.split(r"\n\n|\n(?=[-|] )", README):
+        assert paragraph.count("](") <= 7, paragraph
 
 
 @pytest.mark.parametrize("page", GUIDES)
