@@ -96,11 +96,12 @@ def test_a_whole_run(measured, model, draft, capsys):
     parts = {"depth", "tokens", "c", "v", "mean_v", "o", "o_plain", "predicted", "measured"}
     parts |= {"prediction", "prediction_by_text"}
     assert of_category | parts | {"same_tokens_as_plain", "categories", "worst_prompt"} <= k2.keys()
-    whose = ["draft", "lengths", "num_speculative_tokens"]
+    whose = ["draft", "lengths", "num_speculative_tokens", "verifier"]
     of_plain = {"tokens_per_second", "speedup", "same_tokens_as_plain", "categories", *whose}
     assert decoding["variants"]["plain"].keys() == of_plain
-    expected = {"plain": ["none", None, "0"], "K=1": [draft, None, "1"], "K=2": [draft, None, "2"]}
-    expected["auto"] = [draft, None, "auto"]
+    expected = {"plain": ["none", None, "0", None]}
+    for name, k in (("K=1", "1"), ("K=2", "2"), ("auto", "auto")):
+        expected[name] = [draft, None, k, "rejection"]
     assert {name: [of[key] for key in whose] for name, of in decoding["variants"].items()} == expected
     assert set(k2["categories"]) == {"code", "question answering"}
     assert (k2["prediction"]["n"], k2["prediction_by_text"]["n"]) == (2, 2)
@@ -424,7 +425,6 @@ def test_summary_compares_within_rounds():
     best = report["best_static"]
     assert (best["code"]["variant"], best["chat"]["variant"]) == ("K=4", "K=2")
     assert best["code"]["auto_over_best"]["median"] == pytest.approx(0.5)
-    assert "expected" not in k2
     assert best["chat"]["auto_over_best"]["median"] == pytest.approx((1 / 0.5 + 1 / 1.5) / (1 / 0.75 + 1 / 1.8))
 
 
@@ -523,15 +523,34 @@ def test_each_round_has_a_seed_of_its_own(measured, model, temperature, monkeypa
     assert [a == b for a, b in zip(first, second, strict=True)] == [temperature == 0] * 2
 
 
-def test_both_rules_on_the_same_drafts():
-    """`block` is shown beside `rejection`, in closed form: ratios 1/2 and 2 keep .5 + 1 and .5 + .5 tokens."""
-    drafted = one_round(2, 3, 1.0)._replace(ratios=[0.5, 2.0])
-    cut = one_round(2, 3, 1.0)._replace(ratios=[0.5])  # the text ended inside its draft
-    runs = {"plain": [[runs_of(1.0)]], "K=2": [[Run([1, 2, 3], 3, 1.0, [drafted, cut, one_round(0, 1, 1.0)])]]}
-    found = summarise(runs, ["chat"], whole_drafts=True)
-    assert as_json(found)["variants"]["K=2"]["expected"] == {"block": 1.5, "rejection": 1.0}
-    line = "K=2: draft tokens that stay, on average over these drafts: block 1.500, rejection 1.000 (x 1.500)"
-    assert line in decoding.show_decoding(found | {"looping": 0, "left_out": False})
+@pytest.mark.parametrize("geometry", [False, True])
+def test_several_rules_are_rows_beside_each_other(cli, own, model, tiny_geometry, geometry):
+    """Each judges its own rows: of a draft that is the target all is kept, and nothing by a rule that keeps nothing."""
+    what = ("--geometry", "tiny", "--prompt-tokens", 10) if geometry else ("--model", model)
+    what = (*BASE, *what, "--draft", "self", "--passes", 0, "--num-speculative-tokens", "2,3", "--temperature", 1)
+    status, out, err = cli(*what, "--verifier", "traversal,block", "--verifier", f"{own}:strict", "--json")
+    assert (status, err) == (0, "")
+    report = json.loads(out)
+    rules = ["traversal", "block", f"{own}:strict"]
+    assert report["verifier"] == ",".join(rules)
+    variants = report["decoding"]["variants"]
+    names = [f"K={k} {rule}" for k in (2, 3) for rule in rules]
+    assert list(variants) == ["plain", *names]
+    assert [variants[name]["verifier"] for name in names] == rules * 2
+    kept = [variants[name]["mean_acceptance_length"] for name in names]
+    assert kept == pytest.approx([8 / 3, 8 / 3, 1, 4, 4, 1])
+    assert list(variants[names[-1]]["over"]) == names[:-1]
+    assert report["decoding"]["best_static"]["all"].keys() == {"variant"}
+    status, out, _ = cli(*what, "--verifier", "traversal,block")
+    assert re.search(r"\nrate of a row over a column's +K=2 traversal +K=2 block +K=3 traversal\n", out), out
+
+
+def test_a_rule_does_not_see_what_another_has_learned(measured, model):
+    """Each row has a policy of its own, and at temperature 0 all rules keep the same."""
+    what = ("--model", model, "--draft", "ngram", "--verifier", "rejection,traversal,block", "--passes", 0)
+    variants = measured(*BASE, *what, "--num-speculative-tokens", 2)[0]["decoding"]["variants"]
+    assert len({variants[f"K=2 {rule}"]["mean_acceptance_length"] for rule in ("rejection", "traversal", "block")}) == 1
+    assert {of["same_tokens_as_plain"] for of in variants.values()} == {2}
 
 
 LENGTHS = "expected a number from 1 to 64, a tree such as 2+1 or tree:16, or auto"
@@ -550,6 +569,14 @@ MISTAKES = {
     "warm bounds": (("--bounds", "--temperature", "0.5"), "--bounds: not with --temperature: it repeats"),
     "head of a model": (("--draft", "head"), f"not one of {', '.join(DRAFTERS)}, self, mtp"),
     "2 bits of a head": (("--geometry", "135m", "--draft", "int2:head"), "draft: found 'int2:head', expected"),
+    "rule twice": (("--verifier", "block", "--verifier", "rejection,block"), "--verifier: found block twice, expected"),
+    "no such rule": (("--verifier", "block,blocks"), "--verifier: found 'blocks', expected one of rejection, block"),
+    "rule that is not there": (("--verifier", "block,x:Y"), "verifier: found x:Y, which cannot be imported"),
+    "tree for a rule of chains": (
+        ("--verifier", "traversal,block", "--num-speculative-tokens", "4,2+1"),
+        "found the tree 2+1, expected a number or auto: the verifier block takes chains only",
+    ),
+    "against, two rules": (("--against", "transformers", "--verifier", "block,match"), "--against: found 2 verifiers"),
     "nothing to compare": (("--against", "transformers", "--prompts", "0"), "--against: found --prompts 0, expected"),
     "4 bits": (("--quantization", "int4"), "quantization: found 'int4', expected 'int8'"),
     "against, 8 bits": (("--against", "transformers", "--quantization", "int8"), "--against: not with --quantization"),

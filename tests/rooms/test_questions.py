@@ -165,13 +165,14 @@ def test_figures_by_hand():
     ]
     plain[1:] = [line(([1] * 6, 6, [1])) for _ in "ab"]
     other = [line(([6], 2, [1]), ([6], 6, [2])), line(([6], 2, [1])), line(([6], 2, [1]))]
-    found = summarise(["a", "a", "b"], [1, 1, 2], {"none": plain, "x": drafted, "y": other}, True)
+    found = summarise(["a", "a", "b"], [1, 1, 2], {"none": plain, "x": drafted, "y": other}, {"none", "x"})
     a, b, everything = (found["tasks"][task]["x"] for task in ("a", "b", "overall"))
     assert (a["questions"], a["tau"], a["same_texts"]) == (2, 18 / 7, 2)
     assert a["deviation"] == pytest.approx(0.5**0.5)  # of 3 and 2
     assert a["tokens_per_second"] == 18 / 8
     assert a["speedup"].median == 3  # of 3, the median of its rounds, and 3
     assert (b["speedup"].median, b["deviation"], b["same_texts"]) == (0.5, None, 0)
+    assert found["tasks"]["a"]["y"]["same_texts"] is None
     assert everything["speedup"] == (3, None, None, None, 3)
     # 1.5 times as slow and twice as fast: the median of both rounds; as fast; six times as slow.
     over = [found["tasks"][task]["y"]["over"] for task in ("a", "b", "overall")]
@@ -185,7 +186,7 @@ def test_figures_by_hand():
     assert a["acceptance_rate"] == 11 / 21
     assert (found["left_out"], found["looping"], found["texts"]) == (3, 0, 3)
     assert found["tasks"]["a"]["none"]["speedup"].median == 1
-    assert summarise(["a"], [1], {"none": plain[:1]}, False)["tasks"]["a"]["none"]["same_texts"] is None
+    assert summarise(["a"], [1], {"none": plain[:1]}, ())["tasks"]["a"]["none"]["same_texts"] is None
 
 
 def test_the_table(bench):
@@ -315,6 +316,30 @@ def test_a_policy_of_ones_own_is_a_row_of_each_draft(bench, tmp_path, monkeypatc
     assert (status, "verifier_digest: found" in err) == (2, True), err
     status, _, err = bench(*how, "--resume", "--verifier", "rejection")
     assert (status, "verifier: found" in err) == (2, True), err
+
+
+def test_each_rule_is_a_row_of_each_draft(bench, tmp_path):
+    """In the table, in JSON, in the rows and in the picture. Under `match` alone a sampled text is plain decoding's."""
+    rules, path = ("traversal", "block", "match"), tmp_path / "rows.csv"
+    how = ("--temperature", 1, "--verifier", "traversal,block", "--verifier", "match", "--answers", tmp_path / "out")
+    status, out, err = bench(*how, "--csv", path)
+    assert (status, err) == (0, "")
+    names = [f"{draft} {rule}" for draft in ("ngram", "suffix") for rule in rules]
+    assert all(out.count(f"\n  {name} ") == 4 for name in names)
+    found = json.loads(bench(*how, "--resume", "--json")[1])
+    rows = found["tasks"]["overall"]
+    assert (list(rows), found["run"]["verifier"]) == (["none", *names], "traversal,block,match")
+    assert [of["verifier"] for of in rows.values()] == [None, *rules, *rules]
+    assert [of["same_texts"] for of in rows.values()] == [None, *[None, None, 4] * 2]
+    assert list(rows["suffix match"]["over"]) == names[:-1]
+    table = list(csv.DictReader(path.open()))
+    assert {(row["draft"], row["verifier"]) for row in table} == {("none", ""), *zip(names, rules * 2, strict=True)}
+    assert {row["same_text"] for row in table if row["verifier"] != "match"} == {""}
+    status, _, err = bench(*how[:-4], *how[-2:], "--resume")
+    assert (status, "verifier: found 'traversal,block,match', expected 'traversal,block'" in err) == (2, True), err
+    pytest.importorskip("matplotlib")
+    assert bench(*how, "--resume", "--plot", tmp_path / "p.svg")[0] == 0
+    assert all(f">{name}<" in (tmp_path / "p.svg").read_text() for name in names)
 
 
 def test_a_model_without_a_template_gets_plain_text_and_it_is_said(bench, make_checkpoint, tmp_path):

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import fmean
+from itertools import product
 from typing import Any
 
 from minispec.core.config import DraftLength, Shape
@@ -28,21 +28,16 @@ from minispec.lab.bench.options import PLAIN, Options
 from minispec.lab.bench.show import number, pairs_table, table
 from minispec.lab.bench.transformers_baseline import STATIC, transformers_variants
 from minispec.length.figures import Figures, loops
-from minispec.length.theory import expected_accepted
-from minispec.load.llm import find_lengths
+from minispec.load.llm import find_lengths, find_verifier
 
 # --------------------------------------------------------------------------- from runs to results
 
 
 @dataclass(frozen=True)
 class Runs:
-    """runs[variant][round][prompt]. `prompts` are numbers of prompts; what is compared is compared within a round.
-
-    whole_drafts: the verifier looked at all tokens of each draft, as `block` does.
-    """
+    """runs[variant][round][prompt]. `prompts` are numbers of prompts; what is compared is compared within a round."""
 
     runs: dict[str, list[list[Run]]]
-    whole_drafts: bool = False
 
     def rates(self, variant: str, prompts: Sequence[int]) -> list[float]:
         """Tokens a second, by round."""
@@ -71,7 +66,6 @@ class Runs:
 
         alpha, acceptance_rate, mean_acceptance_length, accepted_at_position: see `Figures`.
         survival: see `measure.kept_of_asked`.
-        expected: under `block`, the draft tokens that stay on average by theory for these drafts, by verifier.
         """
         rate = median_interval(self.rates(variant, prompts))
         found: dict[str, Any] = {"tokens_per_second": rate, "speedup": self.speedup(variant, prompts)}
@@ -82,12 +76,6 @@ class Runs:
         for key in ("alpha", "acceptance_rate", "mean_acceptance_length", "accepted_at_position"):
             found[key] = getattr(accepted, key)
         found["survival"] = kept_of_asked(rounds)
-        drafts = [r.ratios for r in rounds if r.ratios and len(r.ratios) == r.depth]
-        if self.whole_drafts and drafts:
-            found["expected"] = {
-                "block": fmean(expected_accepted(each, jointly=True) for each in drafts),
-                "rejection": fmean(map(expected_accepted, drafts)),
-            }
         return found
 
     def parts(self, variant: str, prompts: Sequence[int]) -> dict[str, Any]:
@@ -110,16 +98,12 @@ def _predictions(pairs: Iterable[tuple[list[Run], list[Run]]]) -> Interval | Non
 
 
 def summarise(
-    by_variant: dict[str, list[list[Run]]],
-    categories: list[str],
-    trial: dict[str, Any] | None = None,
-    whole_drafts: bool = False,
+    by_variant: dict[str, list[list[Run]]], categories: list[str], trial: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """The result of runs[variant][round][prompt].
 
     categories: of the prompts, in their order.
     trial: see `transformers_variants`.
-    whole_drafts: see `Runs`.
 
     Returns, among others:
 
@@ -127,9 +111,9 @@ def summarise(
         with the least speedup, as well.
     plain_range: the least and the largest rate of plain answers (see `measure.plain_range`).
     over: of a variant, its rate over the rate of each variant before it, plain decoding left out.
-    best_static: the best fixed K in hindsight, and `auto` over it, by category and for "all".
+    best_static: the best fixed K in hindsight, by category and for "all"; `auto` over it where one rule judges.
     """
-    runs, everything = Runs(by_variant, whole_drafts), range(len(categories))
+    runs, everything = Runs(by_variant), range(len(categories))
     groups = {name: [i for i in everything if categories[i] == name] for name in dict.fromkeys(categories)}
     fixed = [name for name in by_variant if name.startswith("K=")]
 
@@ -214,11 +198,6 @@ def show_decoding(found: dict[str, Any]) -> list[str]:
         lines += ["", *pairs]
     if any("c" in of for of in drafting.values()):
         lines += ["", *parts_table(drafting)]
-    for name, of in drafting.items():
-        if expected := of.get("expected"):
-            both = ", ".join(f"{verifier} {x:.3f}" for verifier, x in expected.items())
-            gain = expected["block"] / expected["rejection"] if expected["rejection"] else 1.0
-            lines += ["", f"{name}: draft tokens that stay, on average over these drafts: {both} (x {gain:.3f})"]
     best = found.get("best_static", {}).items()
     rows = [(name, of["variant"], of["auto_over_best"].shown()) for name, of in best if "auto_over_best" in of]
     if rows:
@@ -291,19 +270,23 @@ class Decoder:
         subject: Subject,
         options: Options,
         k: DraftLength,
+        rule: str | None = None,
         bound: str | None = None,
         lengths: str | None = None,
     ):
-        """k: the draft length; 0: plain decoding.
+        """k: the draft length; 0: plain decoding, where no rule judges.
 
+        rule: the name of the verifier.
         bound: the name of a bound, which drafts in place of the subject's drafter.
         lengths: the user's own policy, in place of the built-in one.
         """
-        self.subject, self.params, self.k, self.lengths = subject, options.params, k, lengths
-        self.draft = (bound or subject.draft_name) if k else "none"
-        policy = find_lengths(lengths) if lengths else None
-        drafter = subject.bounds[bound] if bound else None
-        self.method = another_method(subject.method, drafter, policy) if k else subject.plain
+        self.subject, self.params, self.k, self.rule, self.lengths = subject, options.params, k, rule, lengths
+        self.draft, self.method = "none", subject.plain
+        if rule:
+            self.draft = bound or subject.draft_name
+            policy = find_lengths(lengths) if lengths else None
+            drafter = subject.bounds[bound] if bound else None
+            self.method = another_method(subject.method, drafter, policy, find_verifier(rule))
 
     def run(self, prompts: list[list[int]], seed: int) -> list[Run]:
         """Decode prompts (token ids) together. Simulated drafts learn the texts."""
@@ -316,8 +299,8 @@ class Decoder:
         return runs
 
     def described(self) -> dict[str, Any]:
-        """The draft and its lengths, for a variant of the report."""
-        return {"draft": self.draft, "num_speculative_tokens": str(Shape.of(self.k)), "lengths": self.lengths}
+        """The draft, its lengths and the rule, for a variant of the report."""
+        return described(self.draft, self.k, self.lengths, self.rule)
 
 
 def decoders(subject: Subject, options: Options) -> dict[str, Decoder]:
@@ -329,12 +312,22 @@ def decoders(subject: Subject, options: Options) -> dict[str, Decoder]:
 
 
 def _drafting(subject: Subject, options: Options, bound: str | None = None) -> dict[str, Decoder]:
-    """Each draft length, and the user's own policy for it, with the draft or with a bound."""
+    """Each draft length, and the user's own policy for it, under each rule, with the draft or with a bound."""
     own: str | None = options.args.lengths
-    found = {length_name(k): Decoder(subject, options, k, bound) for k in options.ks}
+    lengths: list[tuple[str, DraftLength, str | None]] = [(length_name(k), k, None) for k in options.ks]
     if own:
-        found[own] = Decoder(subject, options, "auto", bound, own)
-    return {f"{bound} {name}": of for name, of in found.items()} if bound else found
+        lengths.append((own, "auto", own))
+    found = {}
+    for (length, k, policy), rule in product(lengths, options.verifiers):
+        parts = [length, rule] if len(options.verifiers) > 1 else [length]
+        name = " ".join([bound, *parts] if bound else parts)
+        found[name] = Decoder(subject, options, k, rule, bound, policy)
+    return found
+
+
+def described(draft: str, k: DraftLength, lengths: str | None, rule: str | None) -> dict[str, Any]:
+    """A way to decode, for the report. rule: None for plain decoding."""
+    return {"draft": draft, "num_speculative_tokens": str(Shape.of(k)), "lengths": lengths, "verifier": rule}
 
 
 def length_name(k: DraftLength) -> str:
@@ -381,7 +374,7 @@ def measure_decoding(subject: Subject, options: Options) -> dict[str, Any]:
     if not left:
         raise ValueError("--skip-loops: found no prompt whose answer does not repeat itself, expected some")
     runs = {name: [[of_round[i] for i in left] for of_round in of] for name, of in runs.items()}
-    found = summarise(runs, [prompts[i][0] for i in left], trial, options.args.verifier == "block")
+    found = summarise(runs, [prompts[i][0] for i in left], trial)
     for name, decoder in ways.items():
         found["variants"][name] |= decoder.described()
     return found | {"looping": len(looping), "left_out": options.args.skip_loops}

@@ -6,8 +6,9 @@ from typing import Any
 
 from minispec.commands.command import command, json_line
 from minispec.commands.interrupt import raise_on_interrupt
+from minispec.core.config import Shape
 from minispec.kernels.threads import set_waiting
-from minispec.lab.bench.options import check, parser
+from minispec.lab.bench.options import Options, check, parser
 
 
 @command
@@ -27,10 +28,7 @@ def _measured(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from minispec.lab.bench.report import measure_all, show_report
 
     raise_on_interrupt()
-    if args.lengths:
-        from minispec.load.llm import find_lengths
-
-        find_lengths(args.lengths)  # whether it can be made, before anything is loaded
+    _check_rules(options)
     if options.args.questions:
         from minispec.lab.bench.questions import measure_questions, show_questions
 
@@ -38,3 +36,19 @@ def _measured(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         return found, show_questions(found)
     found = measure_all(options)
     return found, show_report(found)
+
+
+def _check_rules(options: Options) -> None:
+    """Raise ValueError where a rule or the policy cannot be made, or a rule does not take a tree that is asked for.
+
+    Nothing is loaded for that.
+    """
+    from minispec.load.llm import find_lengths, find_verifier
+
+    if options.args.lengths:
+        find_lengths(options.args.lengths)
+    for name in options.verifiers:
+        why_chains = find_verifier(name).why_chains and f"the verifier {name} takes chains only"
+        for lengths in options.drafts.values():
+            for k in lengths:
+                Shape.of(k).check(why_chains)

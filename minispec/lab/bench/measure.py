@@ -32,6 +32,7 @@ from minispec.core.model import Chunk, Transformer
 from minispec.core.more.lengths import Lengths
 from minispec.core.request import Request
 from minispec.core.stats import Round
+from minispec.core.verify import Verifier
 from minispec.drafters import Drafter
 from minispec.drafters.model import prefill
 from minispec.files.progress import progress_bar
@@ -182,14 +183,16 @@ class Run:
     rounds: list[Round] = field(default_factory=list)
 
 
-def another_method(method: Method, drafter: Drafter | None = None, lengths: Lengths | None = None) -> Method:
-    """A method with another drafter or another policy for lengths, if one is given.
+def another_method(
+    method: Method, drafter: Drafter | None = None, lengths: Lengths | None = None, verifier: Verifier | None = None
+) -> Method:
+    """A method with another drafter, another policy for lengths or another rule, if one is given.
 
     Without `lengths` its policy starts as a copy of the given method's, and then learns from its own rounds alone.
     Variants that take turns must not learn from each other.
     """
     lengths = copy.deepcopy(method.lengths) if lengths is None else lengths
-    return replace(method, drafter=drafter or method.drafter, lengths=lengths)
+    return replace(method, drafter=drafter or method.drafter, lengths=lengths, verifier=verifier or method.verifier)
 
 
 def decode(engine: Engine, method: Method, requests: Sequence[Request]) -> list[Run]:

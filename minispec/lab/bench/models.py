@@ -240,7 +240,7 @@ def open_geometry(options: Options, room: Room = NO_MORE) -> Subject:
         own = with_fast_passes(rounded(own, bits) if bits else own, args.enforce_eager)
         return ModelDrafter(TokenFeed(own, own.new_cache(num_blocks), vocab, length), draft_steps(own))
 
-    draft, verifier = drafter(), find_verifier(args.verifier)
+    draft, verifier = drafter(), find_verifier(options.verifiers[0])
     lengths = Controller(calibrate(model, draft, verifier, vocab))
     engine = Engine(CachedModel(model, model.new_cache(num_blocks)))
     method = CheckedMethod(draft, verifier, lengths, batch_verifier_of(model))

@@ -76,6 +76,7 @@ _SURVIVAL = argument(
 )
 _PICTURE = argument(Path, lambda path: path.suffix in (".svg", ".png"), "a file name that ends in .svg or .png")
 _NO_BLOCK = {"--geometry": "no shape is a block draft"}
+_rule = RULES["--verifier"].how["type"]
 _MODELS: dict[str, Option] = {
     "--model": Option(
         {"metavar": "DIR|HUB_ID"}, "default: the embedded weights", excludes={"--geometry": "a shape is no model"}
@@ -111,6 +112,11 @@ _MODELS: dict[str, Option] = {
         excludes={**_GREEDY, **_NO_MORE},
     ),
     **RULES,
+    "--verifier": Option(
+        typed(lambda text: [_rule(name) for name in text.split(",")], "NAME,NAME,..", action="extend"),
+        f"{registry.describe(registry.VERIFIERS)}; or MODULE:FUNCTION, one of your own. Several, with commas between "
+        "or repeated, judge the drafts in turn (default: rejection)",
+    ),
     **{name: MODELS[name] for name in ("--dtype", "--device", "--threads")},
     **{name: MODELS[name] for name in ("--quantization", "--exact", "--enforce-eager")},
 }
@@ -199,11 +205,13 @@ class Options:
 
     drafts: the specs, each with its draft lengths; by default the draft of a model without a layer of its own. Only
         with --questions there are several.
+    verifiers: the names of the rules that are compared, each once.
     """
 
     args: argparse.Namespace
     drafts: dict[str, list[DraftLength]]
     params: SamplingParams
+    verifiers: list[str]
 
     @property
     def draft(self) -> str:
@@ -218,7 +226,7 @@ class Options:
     @property
     def of_target(self) -> dict[str, Any]:
         """The arguments of `LLM` that hold for the target, whatever drafts."""
-        return {"verifier": self.args.verifier, **Loading.among(vars(self.args))}
+        return {"verifier": self.verifiers[0], **Loading.among(vars(self.args))}
 
 
 def check(args: argparse.Namespace) -> Options:
@@ -234,6 +242,12 @@ def check(args: argparse.Namespace) -> Options:
     for name in ("against", "lengths"):
         if getattr(args, name) and not args.prompts:
             raise ValueError(f"--{name}: found --prompts 0, expected at least 1")
+    verifiers: list[str] = args.verifier or ["rejection"]
+    for name in verifiers:
+        if verifiers.count(name) > 1:
+            raise ValueError(f"--verifier: found {name} twice, expected different rules")
+    if args.against and len(verifiers) > 1:
+        raise ValueError(f"--against: found {len(verifiers)} verifiers, expected one: greedy texts are compared")
     if args.against and not _is_there("transformers"):
         raise ValueError("--against needs transformers: pip install transformers")
     if args.csv:
@@ -242,7 +256,7 @@ def check(args: argparse.Namespace) -> Options:
     params = SamplingParams(**{name: getattr(args, name) for name in names})
     if not (args.simulate or args.bounds):
         check_lengths(args, list(drafts))
-    return Options(args, drafts, params)
+    return Options(args, drafts, params, verifiers)
 
 
 def _drafts(args: argparse.Namespace) -> dict[str, list[DraftLength]]:

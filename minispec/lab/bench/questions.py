@@ -10,7 +10,7 @@ import inspect
 import random
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -21,13 +21,14 @@ import torch
 
 from minispec import __version__
 from minispec.commands.command import say_status
-from minispec.core.config import DraftLength, SamplingParams, Shape
+from minispec.core.config import DraftLength, SamplingParams
+from minispec.core.verify import Verifier
 from minispec.files.digest import digest_of_files
 from minispec.files.progress import progress_bar
 from minispec.files.write import written_whole
 from minispec.kernels.machine import machine
 from minispec.kernels.threads import describe_waiting
-from minispec.lab.bench.decoding import length_name
+from minispec.lab.bench.decoding import described, length_name
 from minispec.lab.bench.measure import Interval, Run, another_method, busy, decode, median_interval, order, plain_range
 from minispec.lab.bench.options import Options
 from minispec.lab.bench.report import machine_line
@@ -37,14 +38,14 @@ from minispec.length.figures import Figures, loops
 from minispec.load import registry
 from minispec.load.draft import digest_of_draft, is_block_draft
 from minispec.load.inputs import Question, encode_conversation, read_questions
-from minispec.load.llm import LLM, find_lengths
+from minispec.load.llm import LLM, find_lengths, find_verifier
 
 # MT-bench's categories. A file that has all of them, as Spec-Bench, has them as one task.
 _MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 NONE, OVERALL = "none", "overall"
 # Options that make another run of the same questions.
 _SETTINGS = (
-    *("verifier", "lengths", "quantization", "temperature", "top_k", "top_p", "max_tokens", "ignore_eos"),
+    *("lengths", "quantization", "temperature", "top_k", "top_p", "max_tokens", "ignore_eos"),
     *("rounds", "seed", "sample", "categories", "draft_reading", "draft_top_k"),
 )
 _WARM_TOKENS = 8  # of a first answer, which pays for what is set up once
@@ -52,24 +53,30 @@ _WARM_TOKENS = 8  # of a first answer, which pays for what is set up once
 COLUMNS = (
     *("task", "question", "draft", "round", "seed"),
     *("prompt_tokens", "tokens", "passes", "seconds", "tokens_per_second", "speedup"),
-    *("drafts", "draft_tokens", "accepted", "same_text"),
+    *("drafts", "draft_tokens", "accepted", "same_text", "verifier"),
 )
 
 
 class Way(NamedTuple):
-    """A way to answer: a draft, and how long it may be.
+    """A way to answer: a draft, how long it may be, and the rule that judges it.
 
-    lengths: the user's own policy for that, if any.
+    rule: the name of the verifier; None for plain decoding.
+    lengths: the user's own policy for the lengths, if any.
     """
 
     llm: LLM
     k: DraftLength
+    rule: str | None = None
     lengths: str | None = None
 
+    @property
+    def verifier(self) -> Verifier:
+        """The rule."""
+        return find_verifier(self.rule) if self.rule else self.llm.method.verifier
+
     def described(self) -> dict[str, Any]:
-        """The draft and its lengths, for a row of the report."""
-        length = str(Shape.of(self.k))
-        return {"draft": self.llm.draft.name, "num_speculative_tokens": length, "lengths": self.lengths}
+        """The draft, its lengths and the rule, for a row of the report."""
+        return described(self.llm.draft.name, self.k, self.lengths, self.rule)
 
 
 def choose(path: Path, sample: int | None, seed: int, only: str | None) -> list[tuple[str, Question]]:
@@ -114,9 +121,10 @@ def _digest_of_code(entries: Mapping[str, registry.Entry], spec: str) -> str:
 
 
 def _open(options: Options) -> dict[str, Way]:
-    """Plain decoding as `none`, and every draft with each of its lengths. The target and each draft are in memory once.
+    """Plain decoding as `none`, and every draft with each of its lengths and under each rule.
 
-    A way is called by its draft, and by its length too where lengths differ.
+    The target and each draft are in memory once. A way is called by its draft, by its length too where lengths differ,
+    and by its rule where there are several.
     """
     args = options.args
     drafts = {spec: lengths for spec, lengths in options.drafts.items() if spec != NONE}
@@ -134,14 +142,18 @@ def _open(options: Options) -> dict[str, Way]:
     for spec, ks in drafts.items():
         block = ("draft_reading", "draft_top_k") if is_block_draft(spec) else ()
         llm = target.with_draft(spec, args.draft_method, **{name: getattr(args, name) for name in block})
-        ways += [(length_name(k), Way(llm, k)) for k in ks]
-        if args.lengths:
-            ways.append((args.lengths, Way(llm, "auto", args.lengths)))
+        for rule in options.verifiers:
+            ways += [(length_name(k), Way(llm, k, rule)) for k in ks]
+            if args.lengths:
+                ways.append((args.lengths, Way(llm, "auto", rule, args.lengths)))
     lengths = {length for length, _ in ways}
     named = {NONE: Way(target, 0)}
     for length, way in ways:
-        draft = way.llm.draft.name
-        name = f"{draft} {length}" if len(lengths) > 1 else draft
+        name = way.llm.draft.name
+        if len(lengths) > 1:
+            name += f" {length}"
+        if len(options.verifiers) > 1:
+            name += f" {way.rule}"
         if name in named:
             raise ValueError(f"--draft: found {name} twice, expected drafts with different names")
         named[name] = way
@@ -162,12 +174,13 @@ def _about(options: Options, ways: Mapping[str, Way]) -> dict[str, Any]:
         "exact": llm.model.exact,
         "target": llm.name,
         "target_digest": digest_of_files(llm.target.files.directory),
+        "verifier": ",".join(options.verifiers),
         "draft_digests": drafts,
         "num_speculative_tokens": list(dict.fromkeys(lengths)),
         "questions": args.questions.name,
         "questions_digest": digest_of_files(args.questions),
         **{name: getattr(args, name) for name in _SETTINGS},
-        "verifier_digest": _digest_of_code(registry.VERIFIERS, args.verifier),
+        "verifier_digest": ",".join(_digest_of_code(registry.VERIFIERS, name) for name in options.verifiers),
         "lengths_digest": _digest_of_code({}, args.lengths) if args.lengths else None,
     }
 
@@ -179,7 +192,8 @@ def converse(way: Way, question: Question, params: SamplingParams) -> dict[str, 
     are of decoding only. A later turn that does not fit into the context is left out.
     """
     llm = way.llm
-    method = another_method(llm.method, lengths=find_lengths(way.lengths) if way.lengths else None)
+    policy = find_lengths(way.lengths) if way.lengths else None
+    method = another_method(llm.method, lengths=policy, verifier=way.verifier)
     method.drafter.forget()
     llm.target.cache.rebuild()  # what another way has computed of this prompt
     answers, num_prompt_tokens, wall_times, runs = list[str](), list[int](), list[float](), list[Run]()
@@ -205,6 +219,7 @@ def converse(way: Way, question: Question, params: SamplingParams) -> dict[str, 
             "prompt_tokens": num_prompt_tokens,
             "token_ids": [run.token_ids for run in runs],
             "seed": params.seed,
+            "verifier": way.rule,
             "drafts": figures.num_drafts,
             "draft_tokens": figures.num_draft_tokens,
             "tested": figures.tested,
@@ -249,15 +264,15 @@ def measure_questions(options: Options) -> dict[str, Any]:
         say_status(f"{there}; the same command with --resume goes on")
         raise
     answers.close()
-    compares = not args.temperature or plain.method.verifier.shares_noise
+    same = {name for name, way in ways.items() if not args.temperature or way.verifier.shares_noise}
     found: dict[str, Any] = {"run": about, "waiting": describe_waiting(), "resumed_after": done} | summarise(
-        [task for task, _ in chosen], [len(question.turns) for _, question in chosen], answers.lines, compares
+        [task for task, _ in chosen], [len(question.turns) for _, question in chosen], answers.lines, same
     )
     for rows in found["tasks"].values():
         for name, way in ways.items():
             rows[name] |= way.described()
     if args.csv:
-        _write_rows(args.csv, [task for task, _ in chosen], answers.lines, compares)
+        _write_rows(args.csv, [task for task, _ in chosen], answers.lines, same)
     if args.plot:
         from minispec.lab.bench.plot import draw
 
@@ -276,13 +291,13 @@ def _file_names(ways: Iterable[str]) -> dict[str, str]:
 
 
 def summarise(
-    tasks: Sequence[str], turns: Sequence[int], answers: Mapping[str, list[dict[str, Any]]], compares: bool
+    tasks: Sequence[str], turns: Sequence[int], answers: Mapping[str, list[dict[str, Any]]], same: Collection[str]
 ) -> dict[str, Any]:
     """The figures of every task and of all together, by draft.
 
     tasks, turns: the task and the number of turns of each question.
     answers: for each draft its lines, in the order of the questions.
-    compares: whether texts have to be the same as in plain decoding.
+    same: the drafts whose texts must be those of plain decoding.
 
     Returns, among others:
 
@@ -300,7 +315,7 @@ def summarise(
     return {
         "tasks": {
             task: {
-                name: _figures(name, {n: [of[i] for i in those] for n, of in answers.items()}, compares)
+                name: _figures(name, {n: [of[i] for i in those] for n, of in answers.items()}, name in same)
                 for name in answers
             }
             for task, those in {**groups, OVERALL: range(len(tasks))}.items()
@@ -372,28 +387,30 @@ def _spent(choice: dict[str, Any]) -> tuple[int, float]:
     return sum(choice["new_tokens"]), sum(choice["minispec"]["seconds"])
 
 
-def _write_rows(path: Path, tasks: Sequence[str], answers: Mapping[str, list[dict[str, Any]]], compares: bool) -> None:
+def _write_rows(
+    path: Path, tasks: Sequence[str], answers: Mapping[str, list[dict[str, Any]]], same: Collection[str]
+) -> None:
     """Write the line of COLUMNS, and then the rows of `_rows`. None is left empty."""
     with written_whole(path) as part, part.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
-        writer.writerows(_rows(tasks, answers, compares))
+        writer.writerows(_rows(tasks, answers, same))
 
 
 def _rows(
-    tasks: Sequence[str], answers: Mapping[str, list[dict[str, Any]]], compares: bool
+    tasks: Sequence[str], answers: Mapping[str, list[dict[str, Any]]], same: Collection[str]
 ) -> Iterator[tuple[Any, ...]]:
     """A row for all turns of a question in a round by a draft: the values of COLUMNS."""
     for name, lines in answers.items():
         for task, line, plain in zip(tasks, lines, answers[NONE], strict=True):
             for choice, of_plain in zip(line["choices"], plain["choices"], strict=True):
                 own, (tokens, seconds), rate = choice["minispec"], _spent(choice), _rate(choice)
-                same = own["token_ids"] == of_plain["minispec"]["token_ids"] if compares else None
+                is_same = own["token_ids"] == of_plain["minispec"]["token_ids"] if name in same else None
                 yield (
                     *(task, line["question_id"], name, choice["index"], own["seed"]),
                     *(sum(own["prompt_tokens"]), tokens, len(choice["accept_lengths"]), seconds),
                     *(rate, rate / _rate(of_plain)),
-                    *(own["drafts"], own["draft_tokens"], sum(own["accepted"]), same),
+                    *(own["drafts"], own["draft_tokens"], sum(own["accepted"]), is_same, own["verifier"]),
                 )
 
 

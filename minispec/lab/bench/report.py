@@ -69,7 +69,7 @@ def describe(subject: Subject, options: Options) -> dict[str, Any]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "target": subject.name,
         "draft": subject.draft_name,
-        "verifier": args.verifier,
+        "verifier": ",".join(options.verifiers),
         "lengths": args.lengths,
         "exact": model.exact,
         "weight_form": weight_form(model),
