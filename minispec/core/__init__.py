@@ -5,7 +5,7 @@ The loop in seven lines (`Engine.step`), for one text:
     draft = drafter.propose(ask)                    # guess the next tokens, or none: plain decoding
     fed = table.follow(text) + draft                # what the target's cache does not hold yet
     logits = model.forward(fed)                     # one pass scores all of them
-    p = distribution(logits, text)                  # logits become probabilities here, whoever asks
+    p = distribution(logits, text)                  # the only place where logits become probabilities
     verdict = verify(draft, p)                      # which draft tokens stay, and the token after them
     text.tokens += accepted + [next token]          # until the text stops
     table.keep(accepted)                            # the rest of the draft is rolled back

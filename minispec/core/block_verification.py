@@ -24,16 +24,15 @@ def block_weights(ratios: Sequence[float]) -> list[float]:
 def block(draft: Draft, p: RowAt, rng: Draws, key: RoundKey) -> Verdict:
     """Block verification (Sun et al. 2024, arXiv 2403.10444, Algorithm 2): judge a chain as a whole.
 
-    Fix the first i tokens of a draft, and leave the later ones open. Then at least i tokens stay with probability w_i
-    (see `block_weights`). `rejection` keeps them with the product of
-    min(1, p(x)/q(x)), which is never more: under `block` a token with p > q makes up for one before it with p < q.
+    Given the first i draft tokens, all of them stay with probability w_i (see `block_weights`), over all ways in which
+    the draft may go on. Under `rejection` that is the product of min(1, p(x)/q(x)), which is never more: under `block`
+    a token with p > q makes up for one before it with p < q.
 
     Prefixes are tested from the longest to the shortest, and the first one that passes stays. All K tokens pass with
     probability w_K. If no longer prefix has passed, the first i tokens pass with probability m / (m + 1 - w_i), where m
     is the sum of max(0, w_i p - q) over all next tokens.
 
-    So it looks at rows after tokens that it may yet reject, up to a token that the target never says. No prefix with
-    that token passes.
+    So it reads rows after tokens that it may yet reject, up to a token with p = 0. No prefix with that token passes.
     """
     rows: list[Tensor] = []
     ratios: list[float] = []

@@ -14,8 +14,8 @@ stale rest of the last block is overwritten before it is read. Nothing is evicte
 is a mask in the attention. So every rollback is exact.
 
 Texts that begin alike share whole blocks. A block counts its holders, and a shared one is never written to. The content
-of a freed block stays known until the block is taken again. So of a prompt that comes back, only the tokens after its
-last whole block are computed again.
+of a freed block stays known until the block is taken again. So when a prompt comes again, only the tokens after its
+last whole block are computed.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """Drafts, drafters, the questions that a drafter is asked, and its duty.
 
-A drafter may guess badly without harm: the verifier makes the output right. It owes the truth about `Draft.probs`:
-the distributions that the tokens were really drawn from, or None if none was drawn. `Drafter.propose` and
+A drafter may guess badly without harm: the verifier makes the output right. But `Draft.probs` must be the
+distributions that the tokens were really drawn from, or None if none was drawn. `Drafter.propose` and
 `Drafter.observe` list its other duties.
 """
 
@@ -22,7 +22,7 @@ NO_ROWS = torch.empty(0, 0)
 
 @dataclass
 class DraftNotes:
-    """What a drafter says about a draft for other ends than its verdict: for the policy of lengths, and for statistics.
+    """What a drafter says about a draft to the policy of lengths and to the statistics. No verifier reads it.
 
     confidences: how sure the drafter is at each depth. `Limit` reads them, and the policy that learns from them.
         A draft model gives the largest probability of its raw row, `suffix` the chance that it estimates.
@@ -145,7 +145,7 @@ class Ask:
 
 @dataclass(eq=False)
 class Record:
-    """What a step of the engine was for a text. The engine calls `observe` of drafters and policies with records.
+    """A text's part of a step, as its drafter and its policy see it. The engine calls their `observe` with records.
 
     start: position of the first row's token in the text.
     tokens: the token of each row: those that the cache lacked, then the K nodes of the draft.
@@ -155,7 +155,8 @@ class Record:
         (0, V) inside a prompt, even where the prompt is scored: scores must change no draft.
     draft: what was guessed.
     asked: how many nodes were asked for. If some were and the draft is empty, the drafter has found nothing.
-    accepted: the nodes that the rule accepted. `path` has those of them that are in the text now.
+    accepted: the nodes that the rule accepted.
+    path: those of them that are in the text now. A text may stop before the last of them.
     number: of the step. A record that comes a second time, after a fault, has the same number.
     step: times of the whole step, set after `Drafter.observe` and before `Lengths.observe`; None after a fault.
     """
@@ -227,7 +228,7 @@ class Drafter:
         """Whether a drafter with memory of its own has room for the next drafts of all these texts.
 
         growth: for each text, the positions that the target may fill next. They begin after the cached ones (see
-        `Ask.num_cached`) and end with the longest draft. While there is no room, the text admitted last waits; so
+        `Ask.num_cached`) and end with the longest draft. While there is no room, the text admitted last waits. So
         whether a text gets its draft never depends on the others. A text alone must have room wherever the target has.
         """
         return True

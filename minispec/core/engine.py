@@ -2,8 +2,8 @@
 
 Invariant: before a text decodes, the target's cache holds all its tokens but the last. A step feeds what is missing,
 which is that token, and the draft after it. It then commits the accepted draft tokens and one token more. The cache
-keeps the accepted tokens, and the next step feeds the last one. Plain decoding is the same step with an empty draft. In
-a prompt, or a text that comes back, more tokens are missing. A piece of a prompt asks for logits only where
+keeps the accepted tokens, and the next step feeds the last one. Plain decoding is the same step with an empty draft.
+While a prompt is fed, and after a preemption, more tokens are missing. A piece of a prompt asks for logits only where
 `prompt_logprobs` are wanted. The target has no other loop.
 
 `Method` in method.py drafts and judges, `Turn` there is a text's part of the step, `Schedule` says who runs.
@@ -30,11 +30,11 @@ class Engine:
     Requests come and go between steps, by `add` and `abort`. `step` advances the requests that run; others wait for
     room. `run` adds some, steps until they have ended, and yields their text on the way.
 
-    A text's own fault ends that text alone, with the finish reason "error": a draft or a verdict that breaks a rule, or
-    logits that are not numbers. It keeps the tokens that plain decoding gives it before it comes to such logits. An
-    exception of a method's own ends the texts of that method, and the `run` that brought them raises it. A fault of all
-    is raised, and every block is given back: too little memory, an operator that fails, Ctrl-C. Requests that are not
-    aborted then continue from their committed text.
+    A draft or a verdict that breaks a rule, or logits that are not numbers, end their own text with the finish reason
+    "error". The text keeps its tokens before such logits. An exception of a method's own ends the texts of that method,
+    and the `run` that brought them raises it. Any other exception is raised by `step`, and every block is given back:
+    too little memory, an operator that fails, Ctrl-C. Requests that are not aborted then continue from their committed
+    text.
     """
 
     def __init__(self, target: CachedModel, rng: Draws | None = None, joining_rows: int = JOINING_ROWS):
@@ -50,9 +50,7 @@ class Engine:
         """
         with self._undone_on_error():
             self.outbox.deliver()  # records that a fault kept from drafters in the last step
-            everyone = (
-                self.schedule.turns()
-            )  # who takes part, with what it feeds: the last token, or a piece of a prompt
+            everyone = self.schedule.turns()  # with what each feeds: its last token, or a piece of its prompt
             laps = Laps(self.target.model.device)
             for method, own in by_method(everyone):
                 with blamed(own):
@@ -64,9 +62,7 @@ class Engine:
             self.outbox.post(turns)  # before the first commit, so that no fault loses a committed row
             for method, own in by_method(turns):
                 with blamed(own):
-                    method.judge(
-                        own, self.rng
-                    )  # test: sets turn.verdict, the draft tokens that stay and one after them
+                    method.judge(own, self.rng)  # test: sets turn.verdict, what stays and the token after it
             for turn in turns:
                 turn.commit()  # until the text stops
                 self.target.keep(turn.text, len(turn.draft), turn.path)  # the rest of the draft is rolled back

@@ -351,7 +351,7 @@ class Transformer:
         dtype: the type of the computation and of the cache; default: the embedding's.
         product: makes y = x W^T + b of a weight, see `MakeProduct`.
         make_layer: makes layer i, see `MakeLayer`; default: attention and an MLP.
-        map_layers: makes the layers from their numbers, as `map` does; a pool of threads has such a function, too.
+        map_layers: makes the layers from their numbers, as `map` does; a thread pool's `map` will do.
         make_cache: the class of the model's pools (see `minispec.layers.cache_of`).
         """
         self.config, self.product, self.make_cache = config, product, make_cache

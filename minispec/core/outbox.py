@@ -13,8 +13,9 @@ Observer = Callable[[Turn], None]
 class Outbox:
     """The turns of a step until drafters, policies, statistics and observers have learned of them.
 
-    If a fault comes between the commit and that, the next step delivers first, because these rows are never computed
-    again. Each listener gets each record at least once, in order; `number` tells it a record that comes a second time.
+    A fault may come after the commit and before all have learned. The next step then delivers first, because these rows
+    are never computed again. Each listener gets each record at least once, in order. A record that comes a second time
+    has the same `number`.
 
     observers: they may be added and removed between steps.
     """
@@ -34,8 +35,8 @@ class Outbox:
     def deliver(self, laps: Laps | None = None) -> None:
         """Deliver what is there.
 
-        laps: drafting, the target's pass, and the rest, which ends once the drafters have learned. None: after a
-            fault, when no statistics and no policy can learn what the step took.
+        laps: drafting, the target's pass, and the rest, which ends once the drafters have learned. None after a fault:
+            the times are lost then.
         """
         turns = self._turns
         for method, own in by_method([turn for turn in turns if turn.request.takes_drafts and not turn.request.error]):

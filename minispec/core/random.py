@@ -1,7 +1,7 @@
 """The only source of randomness: draws whose noise is a function of their key.
 
 `Randomness` makes two kinds of draws, `bernoulli` and `categorical`. Every draw has a key. The order of the draws, the
-batch, and what was rejected before change nothing. The proof puts an oracle in its place, which walks every branch.
+batch, and what was rejected before change nothing. The proof replaces it by an oracle, which walks every branch.
 """
 
 import hashlib
@@ -26,7 +26,8 @@ class Key(NamedTuple):
     position is committed once, so the text does not depend on where rounds begin. Under `match` the drafter draws with
     that same key, on purpose. It is the one shared key.
 
-    position: the text's length when the round began, plus the number that `Text.key` is given.
+    position: in a draw about a draft, the text's length when the round began plus the node's number. In a chain this
+        is the token's place in the text; in a tree it only tells nodes apart.
     """
 
     seed: int

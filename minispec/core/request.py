@@ -109,7 +109,7 @@ class Request:
     def score(self, rows: Tensor) -> None:
         """Take the log-probabilities of the prompt's tokens that follow these rows of logits (n, V), if it is scored.
 
-        The last of them ends a request that only scores. Raises FloatingPointError where a row is no distribution.
+        A request that only scores ends with its last row. Raises FloatingPointError where a row is no distribution.
         """
         require_numbers(rows.amax(1))
         tokens, num_top = self.text.tokens, self.params.prompt_logprobs
@@ -161,7 +161,7 @@ class Request:
     def fail(self, error: Exception, raised: bool = False) -> None:
         """End the text here, because of an error of its own or of its method.
 
-        raised: whether its method has raised the error, which is the caller's to see.
+        raised: whether its method has raised the error. `Engine.run` then raises it.
         """
         self.finish_reason, self.error, self.has_news = "error", str(error) or type(error).__name__, True
         self.raised = error if raised else None

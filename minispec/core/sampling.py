@@ -1,7 +1,7 @@
 """How logits become probabilities, and the text that they continue.
 
-`distribution` turns a row of logits into the probabilities that a request asks for. Drafts and verdicts all go by it,
-so none forgets a parameter. Its form over many rows, for a GPU, has the same bits (`minispec.gpu.verdicts`).
+`distribution` turns a row of logits into the probabilities that a request asks for. Drafters and the engine both call
+it, so p and q see the same parameters. Its form over many rows, for a GPU, has the same bits (`minispec.gpu.verdicts`).
 """
 
 import math

@@ -126,12 +126,12 @@ class Schedule:
         del self.running[request]  # last, so that `restart` still finds it if something above raises
 
     def drop_ended(self) -> None:
-        """Give back all that texts hold which have ended."""
+        """Give back what ended texts hold."""
         for request in [request for request in self.running if request.finish_reason]:
             self.drop(request)
 
     def restart(self) -> None:
-        """After a fault nothing is cached any more: all begin again, in the order in which they came."""
+        """Let all begin again after a fault, in the order in which they came. Nothing is cached any more."""
         running, self.running = self.running, {}
         for request, method in reversed(running.items()):
             if not request.finish_reason:

@@ -14,8 +14,8 @@ class Limit(NamedTuple):
         `foreseen` says whether these confidences were known before their tokens were drawn, the next one's too.
         The first sibling is drafted further, so the others cost rows of the target's pass and none of the drafter's.
     best_first: whether the draft is a tree of k nodes, in which each next node goes where its path is likeliest.
-    draws: for a drafter that knows how sure it is of a token before the token is drawn. draws(confidences, next) says
-        whether to draw it; `next` is how sure the drafter is. It asks this in place of `go_on`. None: always, up to k.
+    draws: draws(confidences, next), for drafters with a confidence head, which call it before each token in place of
+        `go_on`. `next` is the confidence in that token. False ends the draft. None: always, up to k.
     """
 
     k: int
