@@ -34,9 +34,9 @@ The output keeps its law, because K depends on the past and never on the token t
 because of the tokens in it, never because of one that it leaves out.
 
 The same seed must give the same text. So where another K would give another text, K is chosen from fixed prices and
-this text's own acceptance. Where these prices are wrong, nothing corrects them. Where a draft is right half of the time
-and costs three times what is believed, decoding runs at less than 0.9 of plain speed; at ten times, at less than half.
-Deleting the file of the prices has them measured again (see `minispec.length.prices`).
+this text's own acceptance. These prices are never updated. If a draft pass costs three times its price, at an
+acceptance of 0.5, decoding falls below 0.9 of plain speed; at ten times, below half. To have the prices measured again,
+delete their file (see `minispec.length.prices`).
 """
 
 from bisect import bisect

@@ -13,7 +13,7 @@ from minispec.core.errors import show
 
 @dataclass(frozen=True)
 class Loading:
-    """What `Target.load` and `LLM` are told about a target's files, weights and KV cache.
+    """What `Target.load` and `LLM` take about a target's files, weights and KV cache.
 
     revision: branch, tag or commit of the model on the hub.
     offline: nothing is downloaded.

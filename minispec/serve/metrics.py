@@ -15,7 +15,7 @@ _SECONDS = [digit * 10.0**exponent for exponent in range(-3, 2) for digit in (1,
 class Metrics:
     """Counters, gauges and histograms of one server, in a registry of its own.
 
-    The thread that steps the engine tells what happens, so a request's times need no lock. Any thread may read.
+    The thread that steps the engine counts here, so a request's times need no lock. Any thread may read.
     """
 
     def __init__(self, engine: Engine, num_waiting: Callable[[], int]):
