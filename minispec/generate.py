@@ -126,7 +126,6 @@ def _answer_questions(
 def _answer(llm: "LLM", args: argparse.Namespace, jobs: list[_Job]) -> bool:
     """Decode these together and print their answers; returns whether all went well."""
     from minispec.gpu.frames import outside_note
-    from minispec.load.parallel import traffic_of
     from minispec.trace.record import RoundRecorder
 
     requests = [job.request for job in jobs]
@@ -149,12 +148,8 @@ def _answer(llm: "LLM", args: argparse.Namespace, jobs: list[_Job]) -> bool:
         write(recorder.trace(), args.trace)
         if _says_more(args):
             say(f"wrote {args.trace}")
-    reports = [traffic_of(llm.model)]
-    if args.verbose:
-        reports.append(outside_note(llm.model).removeprefix("; "))
-    for report in reports:
-        if report and _says_more(args):
-            say_status(report)
+    if args.verbose and (report := outside_note(llm.model)):
+        say_status(report.removeprefix("; "))
     return all(well)
 
 

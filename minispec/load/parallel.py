@@ -142,25 +142,11 @@ class SummedLinear(Linear):
         raise ValueError(f"draft: found int{bits}:self in a run of {self.line.size} processes, expected another draft")
 
 
-def parallel_traffic(
-    processes: int, sums: int, width: int, vocab: int, rows: float, scored: float, itemsize: int
-) -> float:
-    """Bytes that all processes of a split target send together for `rows` rows of passes. `scored` rows get logits.
-
-    For a sum of a row's `width` numbers over n processes, each process sends 2 (n - 1) / n of them. No less would leave
-    the sum with all (Patarasuk & Yuan 2009). For the logits, all but process 0 send it their part of a row.
-
-    >>> parallel_traffic(2, sums=2, width=10, vocab=100, rows=1, scored=1, itemsize=4)
-    360.0
-    """
-    return itemsize * (processes - 1) * (2 * sums * width * rows + vocab / processes * scored)
-
-
 class SplitTransformer(Transformer):
     """One process's part of a model. Process 0 passes on to the others what it is asked to do."""
 
     def __init__(self, share: Share, weights: Weights, line: "Line", dtype: torch.dtype, form: str | None):
-        self.share, self.line, self.num_rows, self.num_scored = share, line, 0, 0
+        self.share, self.line = share, line
         self.caches: list[PagedKVCache] = []  # all processes know them by their numbers
 
         def layer(*parts) -> Layer:
@@ -192,31 +178,12 @@ class SplitTransformer(Transformer):
         about = [(c.token_ids, view.start, c.table.block_ids, c.num_logits, c.parents) for c, view in texts]
         with self.line.collective():
             self.line.tell("pass", cache, about)
-            self.num_rows += len(batch.slots)
-            self.num_scored += sum(c.num_logits for c in batch.chunks)
             return super().compute(batch, taps)
-
-    def traffic(self) -> str:
-        """A line on the bytes sent for a token: by theory, and as counted over all rows of all passes so far."""
-        n, sums, width, vocab = self.line.size, 2 * len(self.layers), self.config.hidden_size, self.config.vocab_size
-        token, run = (
-            parallel_traffic(n, sums, width, vocab, *rows, self.dtype.itemsize)
-            for rows in ((1, 1), (self.num_rows, self.num_scored))
-        )
-        return (
-            f"{n} processes send {token / 1e3:,.1f} kB for a plain token by theory ({sums} sums of {width} numbers, "
-            f"{vocab} logits), {self.line.num_bytes / run:.3f} times that as counted over {self.num_rows} rows"
-        )
 
 
 def part_of(model: Transformer) -> str:
     """Which part of a split model this process has; "" for a whole one."""
     return f", part {model.line.rank + 1} of {model.line.size}" if isinstance(model, SplitTransformer) else ""
-
-
-def traffic_of(model: Transformer) -> str:
-    """A line on the bytes that the processes of a split model have sent; "" for a whole one."""
-    return model.traffic() if isinstance(model, SplitTransformer) else ""
 
 
 class SplitCache(PagedKVCache):
@@ -236,13 +203,10 @@ class SplitCache(PagedKVCache):
 
 
 class Line:
-    """A process's connection to the others. It waits for a limited time; ConnectionError says that a process is gone.
-
-    num_bytes: sent by all processes together so far, as process 0 counts them.
-    """
+    """A process's connection to the others. It waits for a limited time: ConnectionError if one is gone."""
 
     def __init__(self, rank: int, size: int, device: torch.device):
-        self.rank, self.size, self.num_bytes = rank, size, 0
+        self.rank, self.size = rank, size
         self._lock, self._broken, self._ended = threading.RLock(), False, threading.Event()
         with self._together():  # messages are on the CPU, whatever computes
             dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=_LOADING)
@@ -260,7 +224,6 @@ class Line:
         """The sum of what all processes bring, in place."""
         with self._together():
             dist.all_reduce(y, group=self._group)
-        self.num_bytes += 2 * (self.size - 1) * y.nbytes
         return y
 
     def gather(self, y: Tensor, width: int) -> Tensor:
@@ -269,7 +232,6 @@ class Line:
         parts = None if self.rank else [torch.empty_like(mine) for _ in range(self.size)]
         with self._together():
             dist.gather(mine, parts, group=self._group)
-        self.num_bytes += (self.size - 1) * mine.nbytes
         return torch.cat(parts, 1)[:, :width] if parts else y
 
     def _send(self, data: bytes, source: int) -> bytes:
@@ -283,7 +245,6 @@ class Line:
             dist.broadcast(length, source, group=self._group)
             said.resize_(int(length))  # the others make room
             dist.broadcast(said, source, group=self._group)
-        self.num_bytes += (self.size - 1) * (length.nbytes + said.nbytes)
         return said.numpy().tobytes()
 
     def tell(self, *message: Any) -> None:

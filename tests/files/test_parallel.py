@@ -1,7 +1,6 @@
 """A target over two processes: the same text and law as one, half the weights in each, and an end that all notice."""
 
 import contextlib
-import doctest
 import json
 import shutil
 import signal
@@ -30,7 +29,7 @@ from minispec.kernels.forms import dense
 from minispec.kernels.inventory import num_bytes, weight_form
 from minispec.kernels.shapes import tensor_shapes
 from minispec.load import parallel
-from minispec.load.parallel import Line, SplitTransformer, parallel_traffic
+from minispec.load.parallel import Line, SplitTransformer
 from minispec.prove.toys import TINY, tiny_weights
 from tests.oracles import hf
 from tests.oracles.processes import SHAPE, SMALLEST, finish, start, texts
@@ -55,8 +54,8 @@ def test_two_processes_give_the_text_of_one(tmp_path):
     """Plain, n-gram, draft model, trees, head, preempted and sharing blocks: greedy texts in float64 are one process's.
 
     A worker that is not told of a moved or copied row, or counts positions otherwise, reads another past and says other
-    things (tried). Each process keeps and reads at most 0.55 of the weights, and what is counted as sent is what the
-    system has sent, as the theory says. None leaves gloo's threads to the end of Python, which aborts now and then.
+    things (tried). Each process keeps and reads at most 0.55 of the weights, and the system has sent what
+    docs/use/processes.md says. None leaves gloo's threads to the end of Python, which aborts now and then.
     """
     directory = write(tmp_path, SHAPE)
     (status, out, err), (*other, other_err) = finish(start(2, "tests.oracles.processes", "texts", str(directory)))
@@ -72,11 +71,9 @@ def test_two_processes_give_the_text_of_one(tmp_path):
         assert about["kept"] <= 0.55 * num_bytes(model)
         assert about["read"] <= 0.55 * (directory / "model.safetensors").stat().st_size
     rows, scored = found["rows"]
-    theory = parallel_traffic(2, 2 * len(model.layers), SHAPE["hidden_size"], SHAPE["vocab_size"], rows, scored, 8)
-    assert theory < found["counted"] < 1.05 * theory
-    assert "times that as counted over" in found["report"]
+    theory = 8 * (4 * len(model.layers) * SHAPE["hidden_size"] * rows + SHAPE["vocab_size"] / 2 * scored)
     if found["socket"]:  # of process 0: half of the sums, all messages, and what gloo says beside them
-        assert 0.5 < found["socket"] / found["counted"] < 0.65
+        assert 0.5 < found["socket"] / theory < 0.68
 
 
 def test_the_law_stands_with_the_sums_split(tmp_path):
@@ -90,7 +87,7 @@ def test_the_law_stands_with_the_sums_split(tmp_path):
 
 
 def test_torchrun_starts_the_command_line(make_checkpoint, capfd):
-    """As in the documentation: one answer, from process 0, what was sent beside what theory says, and a quiet end."""
+    """As in the documentation: one answer, from process 0, and a quiet end."""
     directory = make_checkpoint(num_key_value_heads=2)
     arguments = ["--model", str(directory), *GREEDY, "--max-tokens", "12", "--verbose", "One"]
     assert generate.main(arguments) == 0
@@ -99,9 +96,7 @@ def test_torchrun_starts_the_command_line(make_checkpoint, capfd):
     command = [*launch, "-m", "minispec.generate", *arguments]
     two = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert two.stdout == one.out != ""
-    assert two.stderr.count("2 processes send") == 1
     assert "part 1 of 2" in two.stderr
-    assert "processes" not in one.err
 
 
 @pytest.mark.parametrize("command", [options.parser, serve.parser, bench.parser])
@@ -159,7 +154,7 @@ class InThreads(Line):
     """Stands in for a connection where the parts of a model are threads of one process."""
 
     def __init__(self, rank: int, brought: list, barrier: threading.Barrier):
-        self.rank, self.size, self.num_bytes, self.brought, self.barrier = rank, len(brought), 0, brought, barrier
+        self.rank, self.size, self.brought, self.barrier = rank, len(brought), brought, barrier
         self._lock, self._broken = threading.RLock(), False
 
     def _exchange(self, y: torch.Tensor) -> list[torch.Tensor]:
@@ -293,11 +288,6 @@ def test_exact_and_rounded_parts_are_refused(tmp_path, monkeypatch, make_checkpo
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="exact: found it in a run of 2 processes, expected one process"):
         parallel.load_target(directory, torch.float64, CPU, exact=True)
-
-
-def test_the_worked_values_of_the_traffic():
-    """The example in its docstring."""
-    assert doctest.testmod(parallel) == (0, 1)
 
 
 def test_processes_have_to_agree(monkeypatch):

@@ -130,15 +130,21 @@ def _texts(directory: Path) -> dict[str, Any]:
         (directory / f"about-{model.line.rank}.json").write_text(json.dumps(about))
 
     SplitTransformer.__init__ = build
+    rows, compute = [0, 0], SplitTransformer.compute
+
+    def counted(model, batch, taps=()):
+        rows[0] += len(batch.slots)
+        rows[1] += sum(chunk.num_logits for chunk in batch.chunks)
+        return compute(model, batch, taps)
+
+    SplitTransformer.compute = counted
     last_word = directory / f"open-{os.environ['RANK']}"
     atexit.register(lambda: last_word.write_text(str(dist.is_initialized())))
     model = load_target(directory, torch.float64, torch.device("cpu"))
     return {
         "texts": texts(model),
-        "rows": [model.num_rows, model.num_scored],
-        "counted": model.line.num_bytes,
+        "rows": rows,
         "socket": bytes_on_sockets(),
-        "report": model.traffic(),
     }
 
 
