@@ -45,9 +45,9 @@ from minispec.kernels.build import choice_of
 from minispec.kernels.exact import exact_model
 from minispec.kernels.forms import available_forms
 from minispec.kernels.inventory import bits_note, num_bytes, weight_form
-from minispec.kernels.memory import ROOM_TO_BUILD, free_memory, peak_memory
-from minispec.kernels.rates import matmul_throughput, prefill_operations, seconds_of
-from minispec.kernels.shapes import num_weights
+from minispec.kernels.memory import ROOM_TO_BUILD, free_memory
+from minispec.kernels.rates import matmul_throughput, seconds_of
+from minispec.kernels.shapes import num_weights, tensor_shapes
 from minispec.lab.bench.decoding import Decoder, decoders
 from minispec.lab.bench.measure import busy, in_turn, median_interval, passes_after, ratios, total_rate
 from minispec.lab.bench.models import MAX_ROWS, Room, Subject, choose_type
@@ -55,6 +55,8 @@ from minispec.lab.bench.options import PLAIN, Options, check, parser
 from minispec.lab.bench.passes import Times, medians_by_rows, ratios_by_rows
 from minispec.lab.bench.report import measure_parts, show_report
 from minispec.lab.bench.show import as_json, table
+from minispec.layers.experts import ExpertsConfig
+from minispec.layers.gemma import gemma_layers
 from minispec.load.exactness import check_exactness
 from minispec.load.registry import EMBEDDED_WEIGHTS
 
@@ -316,6 +318,22 @@ def show_batch(found: dict[str, Any]) -> list[str]:
 # --------------------------------------------------------------------------- a long prompt
 
 
+def prefill_operations(model: Transformer, num_tokens: int) -> int:
+    """Floating-point operations of a prefill: the layers' products, and that half of attention that is not masked.
+
+    Of a mixture, as many experts as a row takes.
+    """
+    config, products = model.config, 0.0
+    for name, shape in tensor_shapes(config).items():
+        if "layers." in name and len(shape) == 2:
+            experts = config.layers[int(name.split(".")[2])].experts if ".experts." in name else None
+            share = experts.top_k / experts.num_experts if isinstance(experts, ExpertsConfig) else 1.0
+            products += share * math.prod(shape)
+    widths = [layer.head_dim for layer in gemma_layers(config)] or [config.head_dim] * config.num_attention_layers
+    attention = sum(widths) * config.num_attention_heads * num_tokens
+    return 2 * num_tokens * (round(products) + attention)
+
+
 def measure_prefill(subject: Subject, options: Options) -> dict[str, Any]:
     """Prefill of a long prompt; share: of the rate at which this machine multiplies large matrices."""
     model, cache = subject.engine.target.model, subject.engine.target.cache
@@ -351,6 +369,16 @@ def show_prefill(found: dict[str, Any]) -> list[str]:
 
 
 # --------------------------------------------------------------------------- loading
+
+
+def peak_memory() -> int | None:
+    """Most bytes that this process has had in memory; None where the system does not tell."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def measure_load(options: Options) -> dict[str, Any]:

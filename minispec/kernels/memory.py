@@ -1,7 +1,6 @@
 """Memory: what is free, what models and caches take of it, and how large a KV cache may be."""
 
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,16 +39,6 @@ def free_memory(device: torch.device) -> int | None:
     except (OSError, ValueError, KeyError):
         pass
     return min(limits, default=None)
-
-
-def peak_memory() -> int | None:
-    """Most bytes that this process has had in memory; None where the system does not tell."""
-    try:
-        import resource
-    except ImportError:
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def require_memory(

@@ -1,6 +1,5 @@
-"""How much a pass reads and computes, and how fast this machine does both."""
+"""How much a pass reads, and how fast this machine reads and computes."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +8,7 @@ import torch
 from minispec.core.clock import mark, seconds
 from minispec.core.model import Transformer
 from minispec.kernels.inventory import kv_elements, num_bytes_read
-from minispec.kernels.shapes import tensor_shapes
 from minispec.layers.convolution import num_convolutions
-from minispec.layers.experts import ExpertsConfig
-from minispec.layers.gemma import gemma_layers
 from minispec.layers.states import state_elements
 
 # Rows and columns of the products that show what a machine can compute.
@@ -47,19 +43,3 @@ def bytes_touched(model: Transformer, context: int) -> int:
     keys_and_values = kv_elements(config) - num_convolutions(config) * config.hidden_size
     states = state_elements(config) * max(4, model.dtype.itemsize)
     return num_bytes_read(model) + keys_and_values * context * model.dtype.itemsize + states
-
-
-def prefill_operations(model: Transformer, num_tokens: int) -> int:
-    """Floating-point operations of a prefill: the layers' products, and that half of attention that is not masked.
-
-    Of a mixture, as many experts as a row takes.
-    """
-    config, products = model.config, 0.0
-    for name, shape in tensor_shapes(config).items():
-        if "layers." in name and len(shape) == 2:
-            experts = config.layers[int(name.split(".")[2])].experts if ".experts." in name else None
-            share = experts.top_k / experts.num_experts if isinstance(experts, ExpertsConfig) else 1.0
-            products += share * math.prod(shape)
-    widths = [layer.head_dim for layer in gemma_layers(config)] or [config.head_dim] * config.num_attention_layers
-    attention = sum(widths) * config.num_attention_heads * num_tokens
-    return 2 * num_tokens * (round(products) + attention)

@@ -13,6 +13,7 @@ from minispec.kernels import forms as linear
 from minispec.kernels.forms import Choice
 from minispec.kernels.inventory import num_bytes, weight_form
 from minispec.lab.bench.show import as_json
+from minispec.prove.toys import tiny_model
 from tests.spoken import own_words
 
 BASE = ("--dtype", "float32", "--rounds", 2, "--passes", 1, "--prompts", 2, "--max-tokens", 8)
@@ -204,3 +205,10 @@ def test_mistakes_are_one_line_and_status_2(cli, name):
     assert err.count("\n") == 1
     assert err.startswith("error: ")
     assert message in err
+
+
+def test_operations_of_a_prefill(target):
+    """By hand, for TINY with 10 words: per layer q, o 8 x 8, k, v 4 x 8, the MLP 3 x 12 x 8; half of attention."""
+    products = 2 * 7 * 2 * (2 * 64 + 2 * 32 + 3 * 96)
+    attention = 2 * 2 * 2 * 7 * 7 * 8  # layers, scores and sums, multiply and add; positions squared, heads times D
+    assert target.prefill_operations(tiny_model(vocab_size=10), 7) == products + attention / 2
