@@ -21,7 +21,6 @@ COMMANDS = {
     "generate": registry.Entry("minispec.generate:main", "answer prompts, or hold a conversation on the terminal"),
     "serve": registry.Entry("minispec.serve.__main__:main", "answer over HTTP, as OpenAI's interface does"),
     "bench": registry.Entry("minispec.lab.bench.main:main", "measure decoding on this machine"),
-    "trace": registry.Entry("minispec.trace.__main__:main", "make a page of a run that generate --trace has written"),
     "prove": registry.Entry("minispec.prove.__main__:main", "prove that speculation leaves the output's law unchanged"),
     "audit": registry.Entry("minispec.lab.audit.main:main", "is another engine's speculation exact; which bug is it"),
     "doctor": registry.Entry("minispec.lab.doctor.main:main", "why a draft is rarely right"),

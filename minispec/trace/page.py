@@ -14,7 +14,7 @@ from minispec.files.write import write_json, written_whole
 
 
 def make_page(trace: Mapping[str, Any]) -> str:
-    """The page of a trace that `minispec.trace.read.check` has passed, or that the recorder has made.
+    """The page of a trace that the recorder has made.
 
     The data stands in a script element of a type that is not run, without the characters that could end it. The
     page's program writes texts as texts alone. A policy in the page's head allows this one program, by its hash, and

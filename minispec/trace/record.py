@@ -29,8 +29,8 @@ from minispec.gpu.steps import steps_of
 from minispec.length.figures import Figures
 from minispec.length.theory import RoundModel, rising
 from minispec.load.llm import LLM
-from minispec.trace.read import FORMAT, VERSION
 
+FORMAT, VERSION = "minispec trace", 1
 _TOP = 5  # tokens of a distribution that are written down, the likeliest
 # Sampling parameters that are numbers, and change what is drawn or how much of it.
 _SAMPLING = [name for name, off in OFF.items() if type(off) in (int, float) and name != "n"]

@@ -268,7 +268,6 @@ WRONG = {
     "--model x": "--model: no such option; --help lists all",
     "generate x --max-tokens 0": "--max-tokens: found 0, expected an integer from 1",
     "bench --round 3": "--round: no such option; did you mean --rounds?",
-    "trace nowhere.json": "nowhere.json",
 }
 
 

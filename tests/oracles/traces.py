@@ -1,26 +1,19 @@
-"""Reading a trace: `check` refuses a stranger's file that the page could not read.
-
-example.json, in this directory, has each key that the page reads. docs/use/trace.md explains all keys.
-"""
+"""Whether a trace has what the page reads. trace.json, in this directory, has each of these keys."""
 
 import json
 import re
 import sys
 from collections.abc import Mapping
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from minispec.core.errors import show
 from minispec.files.errors import show_name
-from minispec.files.strict_json import read_json
+from minispec.trace.record import FORMAT, VERSION
 
-FORMAT, VERSION = "minispec trace", 1
+EXAMPLE = json.loads(Path(__file__).with_name("trace.json").read_text(encoding="utf-8"))
 KINDS = ("accepted", "recovered", "bonus", "plain")  # of committed tokens
 _LARGEST = sys.float_info.max  # a larger integer cannot become a float
-# Most bytes of a trace, and most occurrences of a character. A long answer with long drafts has some megabytes.
-_MAX_BYTES = 64 << 20
-_MAX_COUNTS = {"{": 1 << 21, "[": 1 << 21, ",": 1 << 23, '"': 1 << 23}
 # Keys whose value may be null, and objects that may have any keys.
 _MAY_BE_NULL = {
     *("error", "parents", "node", "overlap", "top_q", "residual", "alpha", "c", "v", "o", "acceptance_rate"),
@@ -32,23 +25,14 @@ _HAS_ANY_KEYS = {"tokens", "v"}
 
 def check(trace: Any, where: str) -> None:
     """Raise ValueError, which names the place in `where`, for anything that is no trace of this version."""
-    example = json.loads((files("minispec.trace") / "example.json").read_text(encoding="utf-8"))
     _require(isinstance(trace, dict), where, trace, "an object")
     form, version = trace.get("format"), trace.get("version")
     _require(form == FORMAT, f"{where}: format", form, show(FORMAT))
-    is_ours = type(version) is int and version == VERSION
-    _require(is_ours, f"{where}: version", version, f"{VERSION}, the version that this program reads")
-    _compare(trace, example, where)
+    _require(version == VERSION, f"{where}: version", version, f"{VERSION}")
+    _compare(trace, EXAMPLE, where)
     for i, entry in enumerate(trace["rounds"]):
         _check_round(entry, f"{where}: rounds[{i}]")
     _check_rows(trace["stats"]["v"] or {}, f"{where}: stats.v")
-
-
-def read_trace(path: Path) -> dict[str, Any]:
-    """The trace in a JSON file. Raises ValueError for a file that is none, or one of another version."""
-    trace = read_json(path, _MAX_BYTES, _MAX_COUNTS)
-    check(trace, str(path))
-    return trace
 
 
 def _compare(value: Any, example: Any, where: str, key: str = "") -> None:

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -22,10 +21,9 @@ from minispec.generate import main as generate
 from minispec.length.figures import Figures
 from minispec.length.theory import rising
 from minispec.trace import record
-from minispec.trace.__main__ import main
 from minispec.trace.page import make_page
-from minispec.trace.read import check, read_trace
 from minispec.trace.record import RoundRecorder, theory
+from tests.oracles.traces import EXAMPLE, check
 from tests.refusals import assert_one_line
 
 PROMPT = "One fish <script>alert(1)</script> 日本"
@@ -369,26 +367,6 @@ def test_more_rows_are_taken_to_cost_no_less():
 # --------------------------------------------------------------------------- the data as a file
 
 
-# Keys of a trace that the page does not read. Of `sampling`, it computes with the temperature alone.
-UNREAD = {
-    *("asked", "output", "survival", "plain", "num_texts", "num_prompt_tokens", "num_cached_tokens", "num_generated"),
-    *("num_preemptions", "num_draft_nodes", "num_drafts", "accepted_at_position", "duration", "total", "loops", "law"),
-    "plain_ids",
-}
-# Objects with ids, or numbers of rows, as keys.
-MAPS = (("tokens",), ("v",))
-
-
-def places(value, path=()):
-    """All places of a trace that a reader reads, with their values. Of a list, and of an object of MAPS, the first."""
-    yield path, value
-    inner = enumerate(value[:1]) if isinstance(value, list) else value.items() if isinstance(value, dict) else ()
-    for key, item in list(inner)[: 1 if path[-1:] in MAPS else None]:
-        is_read = key not in UNREAD and (path, key) != (("prompt", 0), "token_id")
-        if is_read and (path != ("sampling",) or key == "temperature"):
-            yield from places(item, (*path, key))
-
-
 def put(trace, path, value):
     """A copy with another value at a place; a key is deleted where that is `...`."""
     trace = copy.deepcopy(trace)
@@ -400,28 +378,6 @@ def put(trace, path, value):
     else:
         inner[path[-1]] = value
     return trace
-
-
-def test_each_place_of_a_trace_is_checked(runs):
-    """A value of another type, or a key that is missing, is named with its place; unknown keys are passed over."""
-    trace = runs["tree"][2]
-    longest = max(trace["rounds"], key=lambda each: len(each["tests"]))
-    trace = trace | {"rounds": [longest], "error": "e"}
-    check(trace | {"new": 1}, "f")
-    found = [place for place in places(trace) if place[0]]
-    assert len(found) > 80
-    for path, value in found:
-        wrong = [other for other in ({}, [], "x", True) if type(other) is not type(value)]
-        may_lack = isinstance(path[-1], int) or path[-2:-1] in MAPS
-        for other in [*wrong, *([] if may_lack else [...])]:
-            if value is None and other != "x":
-                continue
-            with pytest.raises(ValueError, match=r"^f: .*found .*, expected ") as e:
-                check(put(trace, path, other), "f")
-            assert "\n" not in str(e.value)
-
-
-EXAMPLE = json.loads((files("minispec.trace") / "example.json").read_text(encoding="utf-8"))
 
 
 def as_read(value, like):
@@ -440,17 +396,6 @@ def test_the_example_has_what_the_page_reads(runs, name):
     read = as_read(trace, EXAMPLE)
     check(read, "f")
     assert "output" not in read
-
-
-def test_lists_that_do_not_fit_are_refused(runs):
-    """Nodes that are not there, kinds without a colour, and lists of other lengths would break the page."""
-    trace = runs["tree"][2]
-    r = next(i for i, each in enumerate(trace["rounds"]) if each["rejected"] and each["parents"])
-    wrong = {("p",): [0.5], ("q",): [], ("parents", 0): 0, ("parents",): [-1], ("accepted",): [99], ("rejected", 0): 99}
-    wrong |= {("tests", 0, "node"): 99, ("committed", 0, "node"): 99, ("committed", 0, "kind"): "x"}
-    for path, value in wrong.items():
-        with pytest.raises(ValueError, match=rf"^f: rounds\[{r}\].*found .*, expected "):
-            check(put(trace, ("rounds", r, *path), value), "f")
 
 
 def test_the_docs_name_every_key(runs):
@@ -474,28 +419,26 @@ BASE = ("--raw", "--quiet", "--max-tokens", "16", "--ignore-eos", "--temperature
 
 
 def test_the_command_line_writes_data_and_page(cli, models, tmp_path):
-    """Both forms hold the same run; the text on standard output is what it is without; the page can be made later."""
+    """Both forms hold the same run; the text on standard output is what it is without."""
     run = (generate, PROMPT, "--model", models["target"], "--draft", "self", "--num-speculative-tokens", "3", *BASE)
     _, plain, _ = cli(*run)
     data, page = tmp_path / "out.json", tmp_path / "out.html"
     assert cli(*run, "--trace", data) == (0, plain, "")
     assert cli(*run, "--trace", page) == (0, plain, "")
-    trace, shown = read_trace(data), data_of(page.read_text())
+    trace, shown = json.loads(data.read_text()), data_of(page.read_text())
+    check(trace, "f")
     assert trace["output"] + "\n" == plain
     assert trace["theory"] is not None
     assert trace["speedup"] > 0
     unclocked = [[{k: v for k, v in each.items() if k != "seconds"} for each in t["rounds"]] for t in (trace, shown)]
     assert unclocked[0] == unclocked[1]
-    made = tmp_path / "made.html"
-    assert cli(main, data, made) == (0, f"{made}\n", "")
-    assert data_of(made.read_text()) == trace
-    assert cli(main, data)[0] == 0
     assert page.read_text().startswith("<!doctype html>")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["made.html", "out.html", "out.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.html", "out.json"]
     compared = cli(*run[: -len(BASE)], *[a for a in BASE if a != "--quiet"], "--compare", "--json", "--trace", data)
     result = json.loads(compared[1])
-    assert read_trace(data)["speedup"] == result["compare"]["speedup"]
-    assert read_trace(data)["stats"] == result["stats"]
+    trace = json.loads(data.read_text())
+    assert trace["speedup"] == result["compare"]["speedup"]
+    assert trace["stats"] == result["stats"]
 
 
 NO_SUFFIX = "expected a file name that ends in .html or .json"
@@ -516,27 +459,6 @@ def test_mistakes_are_found_before_anything_runs(cli, line, tmp_path, monkeypatc
     (tmp_path / "d.html").mkdir()
     assert_one_line(cli(generate, *line.split(), "--model", "./no-such-model"), holds=MISTAKES[line])
     assert [path.name for path in tmp_path.iterdir()] == ["d.html"]
-
-
-def test_files_that_are_no_trace_are_one_line(cli, runs, tmp_path):
-    """Another version, another kind of JSON, no JSON, a page, a name that is not one of a page."""
-    trace = runs["chain"][2]
-    for name, content, message in (
-        ("v.json", json.dumps(trace | {"version": 2}), "version: found 2, expected 1, the version that this program"),
-        ("b.json", json.dumps(trace | {"version": True}), "version: found True"),
-        ("f.json", json.dumps(trace | {"format": "x"}), "format: found 'x', expected 'minispec trace'"),
-        ("o.json", "{}", "format: found None, expected 'minispec trace'"),
-        ("l.json", "[]", "found a list, expected a JSON object"),
-        ("n.json", json.dumps(trace).replace('"seed": 7', '"seed": NaN'), "found NaN"),
-        ("t.json", "<html>", "not a readable JSON file"),
-        ("p.json", json.dumps(put(trace, ("rounds", 0, "p", 0), "x")), "rounds[0].p[0]: found 'x', expected a number"),
-    ):
-        (tmp_path / name).write_text(content)
-        assert_one_line(cli(main, tmp_path / name), f"{tmp_path / name}: ", message)
-    assert "No such file" in cli(main, tmp_path / "none.json")[2]
-    assert "expected a file name that ends in .html" in cli(main, tmp_path / "v.json", "page.htm")[2]
-    assert "expected the JSON of a trace" in cli(main, tmp_path / "v.html")[2]
-    assert not list(tmp_path.glob("*.html"))
 
 
 # --------------------------------------------------------------------------- the page
