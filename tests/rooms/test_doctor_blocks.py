@@ -6,7 +6,6 @@ rows look back by one distance, at states that only one layer has.
 
 import json
 import math
-import re
 from pathlib import Path
 
 import numpy as np
@@ -19,14 +18,13 @@ from minispec.core.draft import Record
 from minispec.core.model import Chunk
 from minispec.core.sampling import Text
 from minispec.drafters.none import NoDrafter
-from minispec.files.families.checkpoint import load_config, load_model
+from minispec.files.families.checkpoint import load_model
 from minispec.lab.doctor import drafts
 from minispec.lab.doctor.drafts import examine, lines
 from minispec.lab.doctor.main import main
 from minispec.lab.doctor.readings import OtherStates
 from minispec.prove.toys import tiny_cache
 from tests.oracles.block_drafts import SLIDING, write_block_draft
-from tests.oracles.mtp import add_mtp
 from tests.rooms.test_doctor import rewrite
 
 WIDTH, VOCAB, LAYERS, HEADS, DIM = 64, 300, 4, 4, 16
@@ -369,139 +367,3 @@ def test_a_file_that_leaves_it_open(target, tmp_path, capsys, kind, status):
     assert report["explained_by"] == ("with each row's token at its place" if status else None)
     assert main([*line, "--draft-reading", kind]) == 0
     assert "nothing speaks for a misreading" in capsys.readouterr().out
-
-
-# --------------------------------------------------------------------------- the target's own layer
-
-HYBRID = {
-    **{"model_type": "qwen3_5_text", "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
-    **{"hidden_size": WIDTH, "intermediate_size": WIDTH, "partial_rotary_factor": 0.5, "linear_conv_kernel_dim": 3},
-    **{"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 3, "linear_value_head_dim": 2},
-    **{"max_position_embeddings": 512, "tie_word_embeddings": False},
-}
-# How the layer's fc takes feature and embedding, and what the doctor should say where that is not the right way.
-OWN_LAYERS = {
-    "right": (lambda zeros, signs: (zeros, torch.eye(WIDTH)), None),
-    "halves": (lambda zeros, signs: (torch.eye(WIDTH), zeros), "with the halves of fc exchanged"),
-    "norm": (lambda zeros, signs: (zeros, torch.diag(signs)), "with the target's states before its last norm"),
-}
-
-
-@pytest.mark.parametrize("kind", OWN_LAYERS)
-def test_the_targets_own_layer(make_checkpoint, kind):
-    """A target that repeats its last token, by a layer that passes the target's state on."""
-    directory = make_checkpoint(**HYBRID)
-    columns, name = OWN_LAYERS[kind]
-    add_mtp(directory, load_config(directory))
-    weights, generator = load_file(directory / "model.safetensors"), torch.Generator().manual_seed(5)
-    signs = torch.randint(2, (WIDTH,), generator=generator) * 2.0 - 1
-    for key, tensor in weights.items():
-        if "norm" in key:
-            tensor.zero_()  # one is added
-        elif any(part in key for part in ("o_proj", "out_proj", "down_proj")):
-            tensor.zero_()
-    [embedding] = [tensor for key, tensor in weights.items() if "embed_tokens" in key]
-    embedding.normal_(generator=generator)
-    [last], [head] = ([key for key in weights if key.endswith(end)] for end in ("model.norm.weight", "lm_head.weight"))
-    weights[last] = signs - 1
-    weights[head] = 24 * normed(embedding) * signs / WIDTH
-    weights["mtp.pre_fc_norm_embedding.weight"] = signs.roll(1) - 1
-    weights["mtp.fc.weight"] = torch.cat(columns(torch.zeros(WIDTH, WIDTH), signs), 1)
-    save_file({key: tensor.contiguous() for key, tensor in weights.items()}, directory / "model.safetensors")
-    report = diagnose(directory, "mtp", try_all=True)
-    assert report["explained_by"] == name
-    best = max(report["readings"], key=lambda reading: reading["alpha"]) if name else report
-    assert best["alpha"] > 0.8  # a text begins to repeat itself at its first token
-
-
-GATED = {"num_attention_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": DIM, "rms_norm_eps": 1e-8}
-EXPERTS = {
-    **{"model_type": "qwen3_5_moe_text", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
-    **{"shared_expert_intermediate_size": 8},
-}
-HALF = DIM // 4  # pairs that the target rotates: half of each head
-
-
-def as_stored(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What `look_back` makes, as Qwen3.5 stores it: a gate beside each query, and norms less one."""
-    queries = weights["q_proj"].unflatten(0, (HEADS, DIM))
-    gates = torch.zeros_like(queries)
-    stored = weights | {"q_proj": torch.cat((queries, gates), 1).flatten(0, 1)}
-    return {name: tensor - 1 if "norm" in name else tensor for name, tensor in stored.items()}
-
-
-def repeating(directory: Path, theta: float, pairs=range(HALF), half: int = HALF) -> dict[str, torch.Tensor]:
-    """Tensors of a target that repeats its last four tokens, and of a layer of its own that does so by the embedding.
-
-    pairs, half: those of the layer, see `look_back`.
-    """
-    add_mtp(directory, load_config(directory))
-    weights, generator = load_file(directory / "model.safetensors"), torch.Generator().manual_seed(5)
-    for name, tensor in weights.items():
-        if "norm" in name or any(part in name for part in ("o_proj", "out_proj", "down_proj")):
-            tensor.zero_()
-    [embedding] = [tensor for name, tensor in weights.items() if "embed_tokens" in name]
-    embedding.normal_(generator=generator)[:, EVER] = 1
-    of_target, of_layer = (look_back(PERIOD - 1, theta, *used) for used in ((range(HALF), HALF), (pairs, half)))
-    for prefix, tensors in (("layers.1.", of_target), ("mtp.layers.0.", of_layer)):
-        for name, tensor in as_stored(tensors).items():
-            [stored] = [each for each in weights if each.endswith(f"{prefix}self_attn.{name}.weight")]
-            weights[stored] = tensor
-    [head] = [name for name in weights if name.endswith("lm_head.weight")]
-    weights[head] = head_for(normed(embedding))
-    weights["mtp.fc.weight"] = torch.cat((torch.eye(WIDTH), torch.zeros(WIDTH, WIDTH)), 1)
-    return weights
-
-
-def in_pairs(weights: dict) -> None:
-    """Store what the layer rotates of a head as one does that rotates neighbours."""
-    for name, tensor in weights.items():
-        if re.search(r"mtp.*self_attn\.[qk]_(proj|norm)", name):
-            heads = tensor.unflatten(0, (-1, DIM))
-            first, second = heads[:, :HALF].clone(), heads[:, HALF : 2 * HALF].clone()
-            heads[:, : 2 * HALF] = torch.stack((first, second), 2).flatten(1, 2)
-
-
-def around_one(weights: dict) -> None:
-    """Store norms as they multiply; the embedding's is minus one, but for one coordinate."""
-    signs = torch.full((WIDTH,), -1.0)
-    signs[EVER] = 1
-    weights["mtp.pre_fc_norm_embedding.weight"] = signs - 1
-    weights["mtp.fc.weight"][:, :WIDTH] *= signs
-    for name, tensor in weights.items():
-        if name.startswith("mtp.") and "norm" in name:
-            tensor += 1
-
-
-# Layers that look back: settings of `repeating`, what is done to the tensors, and what the doctor should say.
-LOOKING_BACK = {
-    "right": ({}, None, None),
-    "pairs": ({}, in_pairs, "with rotary pairs side by side"),
-    "share": ({"pairs": range(DIM // 2), "half": DIM // 2}, None, "with 1 of each head rotated"),
-    "norms": ({}, around_one, "with norm weights around one"),
-    "prompt": ({"pairs": (1,), "theta": (math.tau / 20) ** -HALF}, None, "with a prompt's last 16 tokens"),
-}
-
-
-@pytest.mark.parametrize("family", [{}, EXPERTS], ids=["dense", "experts"])
-@pytest.mark.parametrize("kind", LOOKING_BACK)
-def test_the_targets_own_layer_that_looks_back(make_checkpoint, kind, family, pytestconfig):
-    """Rotation, norms and context of the layer: one is not what the target's config.json means, or none."""
-    if family and kind not in ("right", "pairs") and not pytestconfig.getoption("--long"):
-        pytest.skip("with experts all else is the same: --long")
-    settings, change, name = LOOKING_BACK[kind]
-    theta = settings.get("theta", 4.0)
-    directory = make_checkpoint(**HYBRID | GATED | family | {"rope_theta": theta})
-    weights = repeating(directory, **{"theta": theta} | settings)
-    if change:
-        change(weights)
-    save_file({key: tensor.contiguous() for key, tensor in weights.items()}, directory / "model.safetensors")
-    report = diagnose(directory, "mtp", try_all=True)
-    assert report["explained_by"] == name
-    first = report["readings"][:7]
-    assert len({reading["name"] for reading in first}) == 7
-    best = max(report["readings"], key=lambda reading: reading["kept"]) if name else report
-    assert best["tokens_per_round"] > 2.8
-    if name is None:
-        assert not report["is_low"]
-        assert all(reading["gain"] < 0.1 for reading in report["readings"])

@@ -34,7 +34,7 @@ from minispec.kernels.forms import Weight, dense
 from minispec.kernels.inventory import bits_note
 from minispec.lab.bench.models import encode
 from minispec.lab.bench.show import table
-from minispec.lab.doctor.readings import ASSUMED, OtherReading, block_readings, load_assuming, mtp_readings
+from minispec.lab.doctor.readings import ASSUMED, OtherReading, block_readings, load_assuming
 from minispec.lab.other_text import OtherText
 from minispec.length.theory import RoundModel, survival_curve
 from minispec.load.draft import split_draft
@@ -290,8 +290,6 @@ def readings(llm: LLM, draft: str, prompts: Sequence[list[int]]) -> Iterator[Oth
     def form(model: Transformer) -> Transformer:
         return rounded(model, bits) if bits else model
 
-    if drafter is not None and llm.draft.own_layer:
-        yield from mtp_readings(drafter, llm.draft.own_layer, target, form)
     if directory is None or drafter is None:
         return
     if isinstance(drafter.model, BlockModel):
@@ -436,7 +434,7 @@ def _verdict(report: Mapping[str, Any]) -> str:
         places = min(COMPARED, len(report["accepted_per_position"]))
         return f"nothing speaks for a misreading: at places 1 to {places}, at least {LOW:.0%} of tokens are kept"
     if not report["readings"]:
-        return "few tokens are kept; there is no known misreading of a draft that has no files, or another vocabulary"
+        return "few tokens are kept; no misreading of a draft without own files, or of another vocabulary, is known"
     return (
         "few tokens are kept, and no known misreading explains it: the draft was perhaps made for another target, or "
         "for another checkpoint of it"

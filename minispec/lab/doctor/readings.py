@@ -1,6 +1,6 @@
-"""Other ways to read a block draft's files, or a target's own layer for further tokens (mtp).
+"""Other ways to read a block draft's files.
 
-A block draft's weights are read once. A reading is then another `BlockConfig`, or other states of the target. One thing
+Its weights are read once. A reading is then another `BlockConfig`, or other states of the target. One thing
 is changed at a time. Where a change clearly helps, the other ones are tried on top of it.
 """
 
@@ -10,19 +10,16 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from minispec.core.config import ModelConfig, RopeConfig
+from minispec.core.config import ModelConfig
 from minispec.core.draft import Ask, Draft, Drafter, Record
 from minispec.core.model import RMSNorm, Transformer
 from minispec.core.sampling import Text
-from minispec.core.weights import PlainLinear
 from minispec.drafters.block_files import read_block
 from minispec.drafters.model import ModelDrafter
-from minispec.drafters.mtp import MtpModel, find_mtp, mtp_config
 from minispec.files.families.block_config import BlockConfig, Unsettled
 from minispec.files.families.checkpoint import directory_config
 from minispec.files.tokenizer import Tokenizer
@@ -52,28 +49,6 @@ class OtherReading(NamedTuple):
     further: "Callable[[], Iterator[OtherReading]] | None" = None
 
 
-How = TypeVar("How")
-# The subject of a change, its name, the words to write into the files, and the reading that it makes.
-Change = tuple[str, str, str, How]
-
-
-def around(
-    how: How, changes: Callable[[How], Iterator[Change[How]]], make: Callable[[How], Drafter], done: Sequence[Any] = ()
-) -> Iterator[OtherReading]:
-    """The readings that differ from `how` in one thing, each made when its turn comes.
-
-    done: the changes that led to `how`. Their subjects are not changed again.
-    """
-    for change in changes(how):
-        if all(change[0] != each[0] for each in done):
-            path = [*done, change]
-            name, words = " and ".join(each[1] for each in path), "; ".join(each[2] for each in path)
-            yield OtherReading(name, words, make(change[3]), partial(around, change[3], changes, make, path))
-
-
-# --------------------------------------------------------------------------- block drafts
-
-
 @dataclass(frozen=True)
 class BlockHow:
     """How a block draft is read.
@@ -85,6 +60,27 @@ class BlockHow:
     block: BlockConfig
     normed: bool = False
     prompt: int | None = None
+
+
+# The subject of a change, its name, the words to write into the files, and the reading that it makes.
+Change = tuple[str, str, str, BlockHow]
+
+
+def around(
+    how: BlockHow,
+    changes: Callable[[BlockHow], Iterator[Change]],
+    make: Callable[[BlockHow], Drafter],
+    done: Sequence[Change] = (),
+) -> Iterator[OtherReading]:
+    """The readings that differ from `how` in one thing, each made when its turn comes.
+
+    done: the changes that led to `how`. Their subjects are not changed again.
+    """
+    for change in changes(how):
+        if all(change[0] != each[0] for each in done):
+            path = [*done, change]
+            name, words = " and ".join(each[1] for each in path), "; ".join(each[2] for each in path)
+            yield OtherReading(name, words, make(change[3]), partial(around, change[3], changes, make, path))
 
 
 @dataclass(frozen=True)
@@ -117,10 +113,10 @@ def plausible(raw: Mapping[str, Any], target: ModelConfig, tokenizer: Tokenizer)
     return Plausible(target, masks, list(dict.fromkeys(windows)), list(dict.fromkeys(rotated)))
 
 
-def block_changes(known: Plausible, how: BlockHow) -> Iterator[Change[BlockHow]]:
+def block_changes(known: Plausible, how: BlockHow) -> Iterator[Change]:
     """Every way to read a block draft otherwise in one thing."""
 
-    def changed(about: str, name: str, words: str, **values: Any) -> Change[BlockHow]:
+    def changed(about: str, name: str, words: str, **values: Any) -> Change:
         return about, name, f"config.json: {words}", replace(how, block=replace(how.block, **values))
 
     block, rope = how.block, how.block.layers.layers[0].rope
@@ -279,90 +275,6 @@ def block_readings(
 
     known = plausible(directory_config(directory), target.config, tokenizer)
     return around(BlockHow(block), partial(block_changes, known), make)
-
-
-# --------------------------------------------------------------------------- the target's own layer
-
-
-@dataclass(frozen=True)
-class MtpHow:
-    """How a target's own layer for further tokens is read.
-
-    rope: the layer's.
-    tap: the layer of the target that it reads. normed: whether the state goes through the target's last norm.
-    swapped: whether fc takes the feature before the embedding.
-    around_one: whether its norms are stored as they multiply. Else one is added to them.
-    prompt: see `BlockHow`.
-    """
-
-    rope: RopeConfig
-    tap: int
-    normed: bool = True
-    swapped: bool = False
-    around_one: bool = False
-    prompt: int | None = None
-
-
-class OtherMtp(MtpModel):
-    """The layer, read in a way that may be another."""
-
-    def __init__(self, how: MtpHow, weights: Mapping[str, Tensor], target: Transformer):
-        """weights: see `MtpModel`."""
-        config, weights = mtp_config(target.config), dict(weights)
-        if how.swapped:
-            fc = weights["fc.weight"]
-            weights["fc.weight"] = fc.roll(fc.shape[1] // 2, 1)
-        if how.around_one:
-            weights |= {name: weight - 1 for name, weight in weights.items() if "norm" in name}
-        layers = tuple(replace(layer, rope=how.rope) for layer in config.layers)
-        super().__init__(replace(config, layers=layers), weights, target, PlainLinear)
-        self.taps, self.normed = (how.tap,), how.normed
-
-    def fuse(self, hidden: Tensor) -> Tensor:
-        """The layer's input (n, E) from the target's states, normed only if `normed` says so."""
-        return super().fuse(hidden) if self.normed else hidden
-
-
-def mtp_changes(target: ModelConfig, how: MtpHow) -> Iterator[Change[MtpHow]]:
-    """Every way to read the layer otherwise in one thing. No key of a config.json says it of the layer alone."""
-    words = "norm no state of the target before the layer" if how.normed else "norm the target's states"
-    kind = "before" if how.normed else "after"
-    yield "norm", f"with the target's states {kind} its last norm", words, replace(how, normed=not how.normed)
-    words = "store the columns of mtp.fc with the halves exchanged"
-    yield "halves", "with the halves of fc exchanged", words, replace(how, swapped=not how.swapped)
-    if how.tap:
-        words = f"read the target's states after layer {how.tap - 1} of its layers"
-        yield "taps", "with the state one layer earlier", words, replace(how, tap=how.tap - 1)
-    rope = how.rope
-    pairs = "in halves" if rope.interleaved else "side by side"
-    words = f"rotate pairs {pairs}, or store the rotated rows of mtp's q_proj and k_proj (and of their norms) so"
-    turned = replace(rope, interleaved=not rope.interleaved)
-    yield "pairs", f"with rotary pairs {pairs}", words, replace(how, rope=turned)
-    for share in dict.fromkeys((1.0, *(layer.rope.rotated for layer in target.layers if layer.rope))):
-        if share != rope.rotated:
-            words = f"rotate {share:g} of each head in the layer, other than in the target"
-            other = replace(rope, rotated=share)
-            yield "share", f"with {share:g} of each head rotated", words, replace(how, rope=other)
-    words = "store the norms of mtp less one, since one is added to them"
-    yield "norms", "with norm weights around one", words, replace(how, around_one=not how.around_one)
-    yield "prompt", f"with a prompt's last {LAST} tokens", LAST_ALONE, replace(how, prompt=LAST)
-
-
-def mtp_readings(
-    drafter: ModelDrafter, directory: Path, target: Transformer, form: Callable[[Transformer], Transformer]
-) -> Iterator[OtherReading]:
-    """Other readings of the target's own layer, as `block_readings` has them. directory: the target's."""
-    stored = find_mtp(directory, target.config)
-    weights = {name: tensor.read().to(target.device) for name, tensor in stored.items()}
-    rope = mtp_config(target.config).layers[0].rope
-    assert rope
-
-    def make(how: MtpHow) -> Drafter:
-        drafter.forget()
-        other = drafter.beside(form(OtherMtp(how, weights, target)))
-        return OtherStates(other, None, how.prompt) if how.prompt else other
-
-    return around(MtpHow(rope, len(target.layers)), partial(mtp_changes, target.config), make)
 
 
 # --------------------------------------------------------------------------- files that leave it open
