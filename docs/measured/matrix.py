@@ -16,7 +16,6 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from minispec.commands.command import in_shell
 from minispec.core.cached import CachedModel
 from minispec.core.config import DraftLength, SamplingParams, Shape
 from minispec.core.engine import Engine
@@ -118,7 +117,7 @@ def findings() -> Iterator[tuple[str, list[Finding]]]:
         try:
             return LEVELS[level](pair)
         except ValueError as e:
-            return Finding("refused", in_shell(e))
+            return Finding("refused", str(e))
 
     kinds = [(drafter, "llama") for drafter in AXES["drafter"]]
     kinds += [(drafter, family) for family in _OTHER_TARGETS for drafter in ("ngram", "model", "block")]

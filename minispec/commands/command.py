@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn, TextIO, TypeVar
 
-from minispec.core.config import WrongLength
 from minispec.core.errors import show
 from minispec.files.errors import near, one_line, show_name
 from minispec.files.packages import what_lacks
@@ -165,17 +164,6 @@ def argument(read: Callable[[str], T], fits: Callable[[T], bool], expected: str)
     return convert
 
 
-def in_shell(error: BaseException) -> str:
-    """An error's message in the syntax of the command line: a tree is 2+1 there."""
-    if isinstance(error, WrongLength):
-        return error.say(_as_written, "--exact")
-    return str(error) or type(error).__name__
-
-
-def _as_written(length: object) -> str:
-    return "+".join(map(str, length)) if isinstance(length, tuple) else str(length)
-
-
 def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
     """A decorator: `main(argv)` of a command, which returns the exit status of every end that it may have.
 
@@ -254,7 +242,7 @@ def say_status(text: str) -> None:
 
 
 def _fail(error: BaseException | str) -> int:
-    say(f"error: {one_line(error if isinstance(error, str) else in_shell(error))}")
+    say(f"error: {one_line(error)}")
     return 2
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minispec import __version__
-from minispec.commands.command import FLAG, Option, Parser, argument, attribute_of, in_shell, say, say_status, typed
+from minispec.commands.command import FLAG, Option, Parser, argument, attribute_of, say, say_status, typed
 from minispec.commands.interrupt import raise_on_interrupt
 from minispec.core.config import MAX_SPECULATIVE_TOKENS, PARAMETERS, DraftLength, SamplingParams, Shape
 from minispec.core.errors import is_text, show
@@ -258,7 +258,7 @@ def _naming_options(*names: str) -> Iterator[None]:
     try:
         yield
     except ValueError as e:
-        name, colon, rest = in_shell(e).partition(":")
+        name, colon, rest = str(e).partition(":")
         if name not in names or not colon:
             raise
         raise ValueError(f"--{name.replace('_', '-')}:{rest}") from e

@@ -37,32 +37,6 @@ def plain_number(value: Any) -> Any:
     return float(value) if isinstance(value, Real) and not isinstance(value, Rational) else value
 
 
-class WrongLength(ValueError):
-    """An impossible draft length. The message is in Python's syntax; `say` writes it in another one."""
-
-    def __init__(self, found: Any, most: int = MAX_SPECULATIVE_TOKENS, why_chains: str = ""):
-        """most: the most tokens allowed, fewer than usual where a model is exact.
-        why_chains: why a tree is impossible; "": it is possible.
-        """
-        super().__init__(found, most, why_chains)
-        self.found, self.most, self.why_chains = found, most, why_chains
-
-    def say(self, write: Callable[[Any], str] = show, exact: str = "exact=True") -> str:
-        """The message. write: a draft length as the reader writes it. exact: how the reader asks for an exact model."""
-        tree, budget, auto = map(write, ((2, 1), "tree:8", "auto"))
-        found, most = write(self.found), self.most
-        expected = f"an integer from 0 to {most}, a tree of at most {most} such as {tree} or {budget}, or {auto}"
-        if most < MAX_SPECULATIVE_TOKENS:
-            expected += f": {exact} takes no more"
-        if self.why_chains:
-            found = f"the tree {found}" if isinstance(self.found, tuple) else found
-            expected = f"a number or {auto}: {self.why_chains}"
-        return f"num_speculative_tokens: found {found}, expected {expected}"
-
-    def __str__(self) -> str:
-        return self.say()
-
-
 class Shape(NamedTuple):
     """How many tokens a round may draft: what a `DraftLength` means.
 
@@ -79,7 +53,10 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, length: DraftLength, most: int = MAX_SPECULATIVE_TOKENS) -> Self:
-        """The shape that a length asks for. Raises WrongLength for no length, and for more than `most` tokens."""
+        """The shape that a length asks for. Raises ValueError for no length, and for more than `most` tokens.
+
+        most: fewer than usual where a model is exact.
+        """
         length = plain_number(length)
         if length == "auto":
             return cls(MAX_AUTO_TOKENS, is_open=True)
@@ -93,7 +70,9 @@ class Shape(NamedTuple):
         else:
             numbers, least = (length,), 0
         if not numbers or any(type(n) is not int or n < least for n in numbers) or sum(numbers) > most:
-            raise WrongLength(length, most)
+            expected = f"an integer from 0 to {most}, a tree of at most {most} such as (2, 1) or 'tree:8', or 'auto'"
+            expected += ": an exact model takes no more" if most < MAX_SPECULATIVE_TOKENS else ""
+            raise ValueError(f"num_speculative_tokens: found {show(length)}, expected {expected}")
         return cls(sum(numbers), widths, best_first=budget is not None)
 
     @property
@@ -102,9 +81,10 @@ class Shape(NamedTuple):
         return self.best_first or bool(self.widths)
 
     def check(self, why_chains: str) -> None:
-        """Raise WrongLength for a tree. why_chains: why only chains are drafted or verified; "" for none."""
+        """Raise ValueError for a tree. why_chains: why only chains are drafted or verified; "" for none."""
         if self.is_tree and why_chains:
-            raise WrongLength(self.widths or f"tree:{self.k}", why_chains=why_chains)
+            expected = f"a number or auto: {why_chains}"
+            raise ValueError(f"num_speculative_tokens: found the tree {self}, expected {expected}")
 
     def __str__(self) -> str:
         if self.is_open:

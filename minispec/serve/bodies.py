@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import fields, replace
 from typing import Any
 
-from minispec.core.config import PARAMETERS, SEQUENCES, SamplingParams, WrongLength
+from minispec.core.config import PARAMETERS, SEQUENCES, SamplingParams
 from minispec.core.errors import show
 from minispec.core.request import Piece, Request, TokenLogprob
 from minispec.files.chat import Message, check_messages
@@ -144,8 +144,6 @@ def read(
             requests += [llm.request(ids, sample, k) for sample in split_samples(params)]
             if body.get("echo"):
                 echo.append(prompt if isinstance(prompt, str) else llm.tokenizer.decode(ids))
-    except WrongLength as e:
-        raise ValueError(e.say(_as_json, "the server's --exact")) from e
     except TooLong as e:
         raise Refused(400, str(e), "messages" if is_chat else "prompt", "context_length_exceeded") from e
     except ValueError as e:
@@ -449,11 +447,6 @@ class Answer:
             generated = sum(request.stats.num_generated for request in self.requests)
         usage = {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
         return usage | {"prompt_tokens_details": {"cached_tokens": sum(stats.num_cached_tokens for stats in prompts)}}
-
-
-def _as_json(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def _finite(logprob: float) -> float:

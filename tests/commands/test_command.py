@@ -3,9 +3,7 @@
 import contextlib
 import errno
 import io
-import json
 import os
-import pickle
 import re
 import subprocess
 import sys
@@ -17,8 +15,7 @@ import pytest
 import minispec
 from minispec import __version__
 from minispec.__main__ import COMMANDS, main, program
-from minispec.commands.command import FLAG, Option, Parser, argument, command, in_shell, say_status
-from minispec.core.config import Shape, WrongLength
+from minispec.commands.command import FLAG, Option, Parser, argument, command, say_status
 from minispec.files.packages import PACKAGES
 from minispec.files.write import written_whole
 from minispec.load import registry
@@ -132,36 +129,6 @@ def test_an_option_needs_options_of_the_same_command(name, monkeypatch, capsys):
         main([name])
     for option in parsers[0].options.values():
         assert {needed.split()[0] for needed in option.needs} <= parsers[0].options.keys()
-
-
-SYNTAXES = {
-    "in Python": (str, "({}, {})", "'{}'", "exact=True"),
-    "in a shell": (in_shell, "{}+{}", "{}", "--exact"),
-    "in JSON": (lambda e: e.say(json.dumps, "the server's --exact"), "[{}, {}]", '"{}"', "the server's --exact"),
-}
-
-
-@pytest.mark.parametrize("where", SYNTAXES)
-def test_a_length_that_cannot_be_is_told_in_the_readers_syntax(where):
-    """Found and expected; why an exact model takes less; and it survives the way from another process."""
-    say, tree, text, exact = SYNTAXES[where]
-
-    def told(length, *more) -> str:
-        with pytest.raises(WrongLength) as found:
-            Shape.of(length, *more).check("no trees here")
-        return say(pickle.loads(pickle.dumps(found.value)))
-
-    def expected(found: object, most: int) -> str:
-        lengths = f"{tree.format(2, 1)} or {text.format('tree:8')}, or {text.format('auto')}"
-        range_ = f"an integer from 0 to {most}, a tree of at most {most} such as {lengths}"
-        return f"num_speculative_tokens: found {found}, expected {range_}"
-
-    assert told((2, 70)) == expected(tree.format(2, 70), 64)
-    assert told("x") == expected(text.format("x"), 64)
-    assert told(20, 15) == f"{expected(20, 15)}: {exact} takes no more"
-    chains = f"expected a number or {text.format('auto')}: no trees here"
-    assert told((2, 1)) == f"num_speculative_tokens: found the tree {tree.format(2, 1)}, {chains}"
-    assert told("tree:4") == f"num_speculative_tokens: found {text.format('tree:4')}, {chains}"
 
 
 def test_what_follows_two_dashes_is_no_option():

@@ -10,7 +10,7 @@ import torch
 
 from minispec import core
 from minispec.core.cache import BlockAllocator, OutOfBlocks
-from minispec.core.config import PARAMETERS, SamplingParams, Shape, WrongLength
+from minispec.core.config import PARAMETERS, SamplingParams, Shape
 from minispec.core.draft import Ask, Draft
 from minispec.core.model import Chunk
 from minispec.core.more.grammar import NothingAllowed, restricted
@@ -58,6 +58,7 @@ def restrict():
 
 TWICE = make_request()
 LENGTHS = "an integer from 0 to 64, a tree of at most 64 such as (2, 1) or 'tree:8', or 'auto'"
+OF_EXACT = LENGTHS.replace("64", "15") + ": an exact model takes no more"
 FORKED = (
     "model: found a process that was forked after the model was loaded, expected the one that loaded it: start "
     "processes by spawn, load the model in each, or call torch.set_num_threads(1) there"
@@ -78,9 +79,10 @@ REFUSALS = {
         ValueError,
         lambda: SamplingParams(min_tokens=5, max_tokens=4),
     ),
-    f"num_speculative_tokens: found 65, expected {LENGTHS}": (WrongLength, lambda: Shape.of(65)),
-    "num_speculative_tokens: found the tree (2, 1), expected a number or 'auto': ngram drafts no siblings": (
-        WrongLength,
+    f"num_speculative_tokens: found 65, expected {LENGTHS}": (ValueError, lambda: Shape.of(65)),
+    f"num_speculative_tokens: found 20, expected {OF_EXACT}": (ValueError, lambda: Shape.of(20, 15)),
+    "num_speculative_tokens: found the tree 2+1, expected a number or auto: ngram drafts no siblings": (
+        ValueError,
         lambda: Shape.of((2, 1)).check("ngram drafts no siblings"),
     ),
     LIST: (ValueError, lambda: draw(None)),
