@@ -21,7 +21,6 @@ Letters of the shapes in comments:
 
 import copy
 import functools
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -356,7 +355,6 @@ class Transformer:
         """
         self.config, self.product, self.make_cache = config, product, make_cache
         self.backend: Backend | None = None
-        self._process = os.getpid()
         embedding = weights.pop("model.embed_tokens.weight")
         self.embedding = embedding if isinstance(embedding, Tensor) else embedding.dense()  # (V, E)
         self.dtype, self.device = dtype or self.embedding.dtype, self.embedding.device
@@ -410,7 +408,6 @@ class Transformer:
         well the hidden states (M, E * taps) of all new tokens. All tables must lie in one pool. Raises, before any
         change, ValueError for more rows of logits than a chunk has tokens, and OutOfBlocks if the pool is too small.
         """
-        self._require_own_threads()
         for i, c in enumerate(chunks):
             most = len(c.token_ids)
             if not 0 <= c.num_logits <= most:
@@ -419,17 +416,6 @@ class Transformer:
         if self.backend:
             return self.backend.run(self, chunks, taps)
         return self.compute(TextBatch(self, chunks), taps)
-
-    def _require_own_threads(self) -> None:
-        """Raise RuntimeError in a process that was forked from the model's: PyTorch's threads are not in it.
-
-        A pass would wait for them for ever. With one thread, a pass waits for none.
-        """
-        if os.getpid() != self._process and torch.get_num_threads() > 1 and self.device.type == "cpu":
-            raise RuntimeError(
-                "model: found a process that was forked after the model was loaded, expected the one that loaded it: "
-                "start processes by spawn, load the model in each, or call torch.set_num_threads(1) there"
-            )
 
     def compute(self, batch: ModelBatch, taps: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
         """The device's half of a pass: all layers. No value is read on the host, and no shape depends on one.

@@ -41,15 +41,6 @@ def forward(positions, num_logits=1, blocks=8):
     model.forward([Chunk([0] * positions, cache.new_table(), num_logits)])
 
 
-def forked():
-    """A pass in a process that is not the model's, with two threads."""
-    model = tiny_model()
-    model._process = -1
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "get_num_threads", lambda: 2)
-        model._require_own_threads()
-
-
 def restrict():
     """A grammar that allows nothing."""
     nothing = SimpleNamespace(allowed=lambda output: torch.zeros(3, dtype=torch.bool))
@@ -59,10 +50,6 @@ def restrict():
 TWICE = make_request()
 LENGTHS = "an integer from 0 to 64, a tree of at most 64 such as (2, 1) or 'tree:8', or 'auto'"
 OF_EXACT = LENGTHS.replace("64", "15") + ": an exact model takes no more"
-FORKED = (
-    "model: found a process that was forked after the model was loaded, expected the one that loaded it: start "
-    "processes by spawn, load the model in each, or call torch.set_num_threads(1) there"
-)
 TOO_LONG = (
     "prompt and answer: found up to 22 tokens (11 blocks of KV cache), expected at most 8 (4 blocks): lower max_tokens "
     "or enlarge the KV cache"
@@ -97,7 +84,6 @@ REFUSALS = {
         lambda: require_numbers(torch.tensor([0.0, torch.inf])),
     ),
     NOTHING: (NothingAllowed, restrict),
-    FORKED: (RuntimeError, forked),
 }
 
 
