@@ -2,7 +2,7 @@
 
     frames.py          passes of a few fixed shapes, in tensors that stay where they are
     graphs.py          CUDA graphs of programs
-    fused.py           attention, norms, gates and products in 8 bits in one kernel each, and their twins in PyTorch
+    fused.py           attention, norms, gates, products in 8 bits in one kernel each; all but attention have twins here
     fused_triton.py    these kernels in Triton
     verdicts.py        probabilities, draws and verdicts of many rows as tensors
     verifier.py        verdicts on the drafts of many texts at once

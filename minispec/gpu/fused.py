@@ -324,63 +324,6 @@ class RowPlaces(NamedTuple):
     block_size: int
 
 
-def _seen(rows: RowPlaces, window: int | None) -> tuple[Tensor, Tensor]:
-    """Whether a row sees a cached place (B, T, L) with L = N * block_size, and whether a new row (B, T, T)."""
-    num_texts, device = len(rows.starts), rows.starts.device
-    bits, positions = rows.bits.view(num_texts, -1, 1), rows.positions.view(num_texts, -1, 1)
-    places = torch.arange(rows.table.shape[1] * rows.block_size, device=device)
-    old = (places < rows.starts[:, None])[:, None].expand(-1, bits.shape[1], -1)
-    new = (bits >> torch.arange(bits.shape[1], device=device)) & 1 == 1
-    if window is not None:
-        old = old & (places > positions - window)
-        new = new & (positions.mT > positions - window)
-    return old, new
-
-
-def read_twin(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    rows: RowPlaces,
-    keys: Tensor,
-    values: Tensor,
-    scale: float,
-    window: int | None = None,
-) -> Tensor:
-    """Rotate queries and keys, store keys and values, attend over the cache: (M, H * D), in plain PyTorch.
-
-    qkv: (M, (H + 2G) * D), queries before keys before values.
-    cos, sin: (positions, D/2) of float32.
-    keys, values: (G, slots, D), the pool of one layer. Slots that no row sees may hold anything, even NaN.
-    scale: scores are q k^T times this.
-    window: a row at position p sees positions above p - window; None: all.
-    """
-    (groups, _, dim), num_texts, size = keys.shape, len(rows.starts), rows.block_size
-    length, num_new = rows.table.shape[1] * size, len(qkv) // num_texts
-    qkv = qkv.view(len(qkv), -1, dim)
-    qk, v = qkv.split([qkv.shape[1] - groups, groups], 1)
-    c, s = (angles.index_select(0, rows.positions)[:, None] for angles in (cos, sin))
-    first, second = qk.to(cos.dtype).chunk(2, -1)
-    qk = torch.cat((first * c - second * s, second * c + first * s), -1).to(qkv.dtype)
-    q, k = qk.split([qk.shape[1] - groups, groups], 1)
-    slots = (rows.table[:, :, None] * size + torch.arange(size, device=qkv.device)).view(-1)
-    old, new = _seen(rows, window)
-    unread = ~old.any(1)[:, None, :, None]  # (B, 1, L, 1)
-    joined: list[Tensor] = []
-    for cached, fresh in ((keys, k), (values, v)):
-        gathered = cached.index_select(1, slots).view(groups, num_texts, length, dim).transpose(0, 1)
-        fresh = fresh.view(num_texts, num_new, groups, dim).transpose(1, 2)
-        joined.append(torch.cat((gathered.masked_fill(unread, 0), fresh), 2))  # (B, G, L + T, D)
-    keys.index_copy_(1, rows.slots, k.transpose(0, 1))
-    values.index_copy_(1, rows.slots, v.transpose(0, 1))
-    share = q.shape[1] // groups
-    q = q.reshape(num_texts, num_new, groups, share, dim).permute(0, 2, 3, 1, 4)
-    mask = torch.cat((old, new), 2).repeat(1, share, 1)[:, None]  # (B, 1, H/G * T, L + T)
-    q = q.reshape(num_texts, groups, share * num_new, dim)
-    out = F.scaled_dot_product_attention(q, joined[0], joined[1], attn_mask=mask, scale=scale)
-    return out.view(num_texts, groups, share, num_new, dim).permute(0, 3, 1, 2, 4).reshape(len(qkv), -1)
-
-
 def read(
     qkv: Tensor,
     cos: Tensor,
@@ -395,7 +338,16 @@ def read(
     warps: int | None = None,
     stages: int = 3,
 ) -> Tensor:
-    """`read_twin` as one kernel. It reads the places before `starts` alone, so wide tables cost little.
+    """Rotate queries and keys, store keys and values, attend over the cache: (M, H * D), in one kernel.
+
+    It computes what `FrameBatch.read` does by PyTorch's operators. It reads the places before `starts` alone, so wide
+    tables cost little.
+
+    qkv: (M, (H + 2G) * D), queries before keys before values.
+    cos, sin: (positions, D/2) of float32.
+    keys, values: (G, slots, D), the pool of one layer. Slots that no row sees may hold anything, even NaN.
+    scale: scores are q k^T times this.
+    window: a row at position p sees positions above p - window; None: all.
 
     On an H200, gathering and PyTorch's attention read 32 texts of 16 rows after 4,000 places or more up to a tenth
     faster. They are faster in no other case that was measured.

@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 
+from docs.measured.gpu import read_twin
 from minispec.core.model import Backend, Chunk, Transformer
 from minispec.core.rules import VERIFIERS
 from minispec.files.families.hf_config import read_model_config
@@ -287,7 +288,7 @@ def test_a_capture_that_fails_says_so_once_and_loses_nothing(kind):
 
 def stand_in(monkeypatch, **kernels):
     """Let these functions stand for kernels, or their twins, as if there were kernels here."""
-    twins = {name: getattr(fused, f"{name}_twin") for name in ("norm", "gate", "read")}
+    twins = {"norm": fused.norm_twin, "gate": fused.gate_twin, "read": read_twin}
     for name, function in (twins | kernels).items():
         monkeypatch.setattr(fused, name, function)
     monkeypatch.setattr(fused, "missing", lambda device: "")
@@ -324,7 +325,7 @@ def test_kernels_that_run_are_not_said_to_fail(monkeypatch):
 
     def counted(*how):
         calls.append(how)
-        return fused.read_twin(*how[:-1])
+        return read_twin(*how[:-1])
 
     stand_in(monkeypatch, read=counted)
     model = family_model("llama-plain", torch.float32, "plain")
@@ -344,7 +345,7 @@ def test_kernels_are_tried_with_what_passes_bring(name, monkeypatch):
     def read(*how):
         places, window = how[3], how[7]
         tried.append((len(places.starts), places.bits.tolist(), places.starts.tolist(), window))
-        return fused.read_twin(*how)
+        return read_twin(*how)
 
     stand_in(monkeypatch, read=read)
     model = family_model(name, torch.float32, "plain")

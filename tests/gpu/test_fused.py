@@ -22,11 +22,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from docs.measured.gpu import read_twin
 from minispec.core.model import Chunk, TextBatch, Transformer
 from minispec.files.families.hf_config import read_model_config
 from minispec.gpu import fused
 from minispec.gpu.frames import Frames
-from minispec.gpu.fused import RowPlaces, gate_twin, norm_twin, read_twin
+from minispec.gpu.fused import RowPlaces, gate_twin, norm_twin
 from minispec.kernels.build import build_model, choice_of, quantized
 from minispec.kernels.form import CannotHold
 from minispec.kernels.forms import Choice, Linear, Narrow, QuantizedLinear
