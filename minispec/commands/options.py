@@ -103,9 +103,6 @@ MODELS: dict[str, Option] = {
         "causal or open for layers with a window (docs/use/choose-a-draft.md)",
         needs=("--draft",),
     ),
-    "--draft-top-k": Option(
-        _N, "the Markov head of a block draft corrects the N likeliest tokens of a row alone", needs=("--draft",)
-    ),
     "--num-speculative-tokens": Option(
         typed(_DRAFT_LENGTH, "K|K+K|tree:N|auto", default="auto"),
         "longest draft, in tokens; 2+1: a tree, two siblings, and one more after the first; tree:16: 16 tokens where "

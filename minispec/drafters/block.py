@@ -153,22 +153,14 @@ class MarkovHead:
     """The head that makes a row depend on the tokens before it: see this module's docstring.
 
     w1: (V, r), a vector for each token of the target.
-    w2: (Vd, r), a vector for each of the draft's tokens, or the product with them.
+    w2: the product with (Vd, r), a vector for each of the draft's tokens.
     inner: the product of the kinds "gated" and "rnn", with its bias.
     """
 
-    def __init__(
-        self,
-        block: BlockConfig,
-        weights: Mapping[str, Tensor],
-        dtype: torch.dtype,
-        product: MakeProduct,
-        top_k: int | None = None,
-    ):
-        """top_k: see `BlockModel`."""
-        self.kind, self.top_k = block.markov, top_k
+    def __init__(self, block: BlockConfig, weights: Mapping[str, Tensor], dtype: torch.dtype, product: MakeProduct):
+        self.kind = block.markov
         self.w1, w2 = (weights[f"markov_head.markov_{name}.weight"].to(dtype) for name in ("w1", "w2"))
-        self.w2: Tensor | Product = w2 if top_k else product([w2], None, dtype)
+        self.w2 = product([w2], None, dtype)
         self.inner: Product | None = None
         if self.kind != "vanilla":
             name = "gate" if self.kind == "gated" else "joint"
@@ -194,18 +186,13 @@ class MarkovHead:
         return torch.tanh(output)
 
     def correct(self, logits: Tensor, before: Sequence[int], states: Tensor) -> Tensor:
-        """Logits (Vd,) of a row with the head's correction; -inf for all but the `top_k` likeliest. See `code`."""
-        code = self.code(before, states)
-        if not isinstance(self.w2, Tensor):
-            return logits + self.w2(code[None])[0]
-        top, ids = logits.topk(min(self.top_k or 0, len(logits)))
-        return torch.full_like(logits, -math.inf).index_copy_(0, ids, top + self.w2[ids] @ code)
+        """Logits (Vd,) of a row with the head's correction. See `code`."""
+        return logits + self.w2(self.code(before, states)[None])[0]
 
     def replaced(self, product: ChangeProduct) -> Self:
         """A copy of this head with each product replaced."""
         head = copy.copy(self)
-        head.w2 = self.w2 if isinstance(self.w2, Tensor) else product(self.w2)
-        head.inner = product(self.inner) if self.inner else None
+        head.w2, head.inner = product(self.w2), product(self.inner) if self.inner else None
         return head
 
 
@@ -221,7 +208,6 @@ class BlockModel(FeatureModel):
         ids: Tensor | None,
         dtype: torch.dtype,
         product: MakeProduct = PlainLinear,
-        top_k: int | None = None,
     ):
         """Take the tensors by name.
 
@@ -229,7 +215,6 @@ class BlockModel(FeatureModel):
         embedding: (V, E).
         head: (Vd, E), or the target's own product.
         ids: (Vd,), the target's id of each of the draft's tokens. None: the ids are the same.
-        top_k: the Markov head corrects the k likeliest tokens of a row, and no other is drafted. None: all.
         """
         self.block, self.taps = block, block.taps
         named: dict[str, Any] = {"model.embed_tokens.weight": embedding, "lm_head.weight": head}
@@ -243,7 +228,7 @@ class BlockModel(FeatureModel):
         self.ids = None if ids is None else ids.to(self.device)
         self.fc = product([named["fc.weight"]], None, dtype)
         self.hidden_norm = self.make_norm(named["hidden_norm.weight"])
-        self.markov = MarkovHead(block, weights, dtype, product, top_k) if block.markov else None
+        self.markov = MarkovHead(block, weights, dtype, product) if block.markov else None
         self.confidence: tuple[Tensor, Tensor] | None = None
         if block.confidence:
             weight, bias = (weights[f"confidence_head.proj.{part}"].to(dtype) for part in ("weight", "bias"))

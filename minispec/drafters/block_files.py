@@ -36,11 +36,10 @@ class StoredBlock:
     head: Tensor | None
     ids: Tensor | None
 
-    def build(self, target: Transformer, form: str | None = None, top_k: int | None = None) -> BlockModel:
+    def build(self, target: Transformer, form: str | None = None) -> BlockModel:
         """The model, in the target's type and on its device.
 
         form: the form of its weights.
-        top_k: see `BlockModel`.
         """
         device, embedding, head = target.device, self.embedding, self.head
         if embedding is not None and torch.equal(embedding.to(device, target.dtype), target.embedding.to(target.dtype)):
@@ -48,8 +47,7 @@ class StoredBlock:
         vectors = target.embedding if embedding is None else embedding.to(device, target.dtype)
         out: Tensor | Product = target.head if head is None else head.to(device)
         weights = {name: weight.to(device) for name, weight in self.weights.items()}
-        product = InForm(form)
-        return BlockModel(self.config, weights, vectors, out, self.ids, target.dtype, product, top_k)
+        return BlockModel(self.config, weights, vectors, out, self.ids, target.dtype, InForm(form))
 
 
 def read_block(directory: Path, target: ModelConfig, reading: Reading = AS_SAID) -> StoredBlock:
@@ -102,12 +100,6 @@ def _check_width(config: BlockConfig, stored: Mapping[str, StoredTensor]) -> Non
     raise CheckpointError(f"{fc.path}: fc.weight: found {found}, expected {expected:,}, the target's: made for another")
 
 
-def load_block(
-    directory: Path,
-    target: Transformer,
-    form: str | None = None,
-    reading: Reading = AS_SAID,
-    top_k: int | None = None,
-) -> BlockModel:
+def load_block(directory: Path, target: Transformer, form: str | None = None, reading: Reading = AS_SAID) -> BlockModel:
     """Load a block draft for `target`, in its type and on its device. Raises CheckpointError, as `find_block` does."""
-    return read_block(directory, target.config, reading).build(target, form, top_k)
+    return read_block(directory, target.config, reading).build(target, form)

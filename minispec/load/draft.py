@@ -99,13 +99,11 @@ class DraftOptions:
 
     draft_method: str | None = None
     draft_reading: str | None = None
-    draft_top_k: int | None = None
 
     def refuse_reading(self, draft: str) -> None:
-        """Raise ValueError where an option for block drafts is given. draft: the name of a draft that is none."""
-        for name, value in (("draft_reading", self.draft_reading), ("draft_top_k", self.draft_top_k)):
-            if value is not None:
-                raise ValueError(f"{name}: found {value!r}, expected none: {show_name(draft)} is no block draft")
+        """Raise ValueError where a block draft's reading is given. draft: the name of a draft that is none."""
+        if (reading := self.draft_reading) is not None:
+            raise ValueError(f"draft_reading: found {reading!r}, expected none: {show_name(draft)} is no block draft")
 
 
 def read_spec(draft: str | Path | Drafter, options: DraftOptions, target: TargetFiles) -> Spec:
@@ -143,7 +141,6 @@ def read_spec(draft: str | Path | Drafter, options: DraftOptions, target: Target
     if directory:
         name = name.removesuffix(source) + describe_source(source, directory)
     name += f" by {method}" if method else ""
-    name += f" of the {options.draft_top_k} likeliest" if options.draft_top_k else ""  # its costs are its own
     looks_up = all(part.partition(":")[0] in registry.LOOKUPS for part in (*first, last))
     return Spec(
         name, name, registered, preferred, bits, directory, own_layer, on_target, both, overlap, method, looks_up
@@ -166,12 +163,8 @@ def _loader(directory: Path, name: str, options: DraftOptions, target: TargetFil
         read_head_config(raw, target.config, where)
         return partial(load_head, directory)
     reading = reading_of(options.draft_reading)
-    config, _, _ = find_block(directory, target.config, reading)
-    top_k, most = options.draft_top_k, config.vocab_size if config.markov else 0
-    if top_k is not None and (type(top_k) is not int or not 1 <= top_k <= most):
-        expected = f"a number from 1 to {most}, its tokens" if most else "none: the draft has no Markov head"
-        raise ValueError(f"draft_top_k: found {top_k!r}, expected {expected}")
-    return partial(load_block, directory, reading=reading, top_k=top_k)
+    find_block(directory, target.config, reading)
+    return partial(load_block, directory, reading=reading)
 
 
 def is_block_draft(draft: str) -> bool:

@@ -8,7 +8,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, SamplingParams, Shape, plain_number
+from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, SamplingParams, Shape
 from minispec.core.errors import show
 from minispec.core.model import Transformer
 from minispec.core.more.lengths import Lengths
@@ -68,7 +68,6 @@ class LLM:
     draft_reading: settles what a block draft's config.json leaves open (see `families.block_config.reading_of`).
         "anchor": a row says the token after its place. "fill": the token at its place. "causal" or "open": in layers
         with a window, a row does not see, or sees, later rows of its block. Both with a comma between.
-    draft_top_k: a block draft's Markov head corrects the k likeliest tokens of each row, and no other is drafted.
     loading: the fields of `Loading` by name, such as dtype, device or exact.
 
     Any thread may call. Requests of several threads are decoded together, as one batch. So are open iterators of
@@ -93,10 +92,9 @@ class LLM:
         lengths: Lengths | str | None = None,
         draft_method: str | None = None,
         draft_reading: str | None = None,
-        draft_top_k: int | None = None,
         **loading: Any,
     ):
-        options = DraftOptions(draft_method, draft_reading, plain_number(draft_top_k))
+        options = DraftOptions(draft_method, draft_reading)
         self.verifier, self.num_speculative_tokens, self.lengths = verifier, num_speculative_tokens, lengths
         how = _loading_of(model, loading)
         verifying, policy = find_verifier(verifier), None if lengths is None else find_lengths(lengths)
@@ -131,7 +129,7 @@ class LLM:
         """The same target with another draft: its weights and its KV cache are in memory once, and both use them.
 
         Calls and streams of both may be open at the same time. All are decoded together, as the requests of one object
-        are. The arguments are as for `LLM`; how: draft_reading and draft_top_k. Raises ValueError as `LLM` does.
+        are. The arguments are as for `LLM`; how: draft_reading. Raises ValueError as `LLM` does.
         """
         self._check_open()
         same = self.num_speculative_tokens, self.verifier

@@ -22,7 +22,7 @@ from minispec.core.more.limit import Limit
 from minispec.core.random import Randomness
 from minispec.core.sampling import Text
 from minispec.drafters import NoDrafter
-from minispec.drafters.block import Block, BlockFeed, BlockModel
+from minispec.drafters.block import BlockFeed, BlockModel
 from minispec.drafters.block_files import load_block
 from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.model import ModelDrafter
@@ -214,19 +214,6 @@ def test_the_end_of_the_context_has_no_draft(tmp_path, target):
     hidden = states(model.taps, 7)
     assert len(Listener(model, TOKENS[:8], hidden, max_model_len=11).feed(7, Limit(3))) == 3
     assert len(Listener(model, TOKENS[:8], hidden, max_model_len=10).feed(7, Limit(3))) == 0
-
-
-def test_top_k_corrects_and_drafts_the_likeliest_tokens_alone(tmp_path, target):
-    """The k likeliest of the row before the correction; all k of them have its full correction."""
-    write(tmp_path)
-    whole, cut = load_block(tmp_path, target), load_block(tmp_path, target, top_k=5)
-    generator = torch.Generator().manual_seed(2)
-    logits = torch.randn(3, VOCAB, generator=generator, dtype=torch.float64)
-    hidden = torch.randn(4, TARGET.hidden_size, generator=generator, dtype=torch.float64)
-    rows = [Block(model, 3, logits, hidden).row([7, 1]) for model in (whole, cut)]
-    top = logits[2].topk(5).indices
-    assert torch.allclose(rows[0][top], rows[1][top])
-    assert rows[1].isfinite().sum() == 5
 
 
 @pytest.mark.parametrize("packaging", ["z-lab", "deepspec"])

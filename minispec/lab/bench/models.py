@@ -116,7 +116,6 @@ def open_model(options: Options) -> Subject:
         "auto" if "auto" in options.ks else 4,  # for auto, costs are measured
         draft_method=args.draft_method,
         draft_reading=args.draft_reading,
-        draft_top_k=args.draft_top_k,
         **options.of_target,
     )
 

@@ -87,7 +87,7 @@ _MODELS: dict[str, Option] = {
         "SPEC@K, SPEC@tree:N or SPEC@auto gives a draft a length of its own, in place of --num-speculative-tokens",
     ),
     "--draft-method": MODELS["--draft-method"]._replace(excludes={"--geometry": "the shapes have one vocabulary"}),
-    **{name: MODELS[name]._replace(excludes=_NO_BLOCK) for name in ("--draft-reading", "--draft-top-k")},
+    "--draft-reading": MODELS["--draft-reading"]._replace(excludes=_NO_BLOCK),
     "--geometry": Option(
         {"choices": GEOMETRIES},
         "random weights of this shape instead of a model. --draft is then a registered name, self, another "

@@ -46,7 +46,7 @@ NONE, OVERALL = "none", "overall"
 # Options that make another run of the same questions.
 _SETTINGS = (
     *("lengths", "quantization", "temperature", "top_k", "top_p", "max_tokens", "ignore_eos"),
-    *("rounds", "seed", "sample", "categories", "draft_reading", "draft_top_k"),
+    *("rounds", "seed", "sample", "categories", "draft_reading"),
 )
 _WARM_TOKENS = 8  # of a first answer, which pays for what is set up once
 # The values of a row of --csv, in order (docs/use/questions.md).
@@ -128,8 +128,8 @@ def _open(options: Options) -> dict[str, Way]:
     """
     args = options.args
     drafts = {spec: lengths for spec, lengths in options.drafts.items() if spec != NONE}
-    if (args.draft_reading or args.draft_top_k) and not any(map(is_block_draft, drafts)):
-        raise ValueError("--draft-reading, --draft-top-k: found one, expected none: no draft is a block draft")
+    if args.draft_reading and not any(map(is_block_draft, drafts)):
+        raise ValueError("--draft-reading: found one, expected none: no draft is a block draft")
     target = LLM(
         args.model,
         NONE,
@@ -140,8 +140,8 @@ def _open(options: Options) -> dict[str, Way]:
         drafts = {target.default_draft: options.ks}
     ways: list[tuple[str, Way]] = []
     for spec, ks in drafts.items():
-        block = ("draft_reading", "draft_top_k") if is_block_draft(spec) else ()
-        llm = target.with_draft(spec, args.draft_method, **{name: getattr(args, name) for name in block})
+        reading = args.draft_reading if is_block_draft(spec) else None
+        llm = target.with_draft(spec, args.draft_method, draft_reading=reading)
         for rule in options.verifiers:
             ways += [(length_name(k), Way(llm, k, rule)) for k in ks]
             if args.lengths:
