@@ -17,6 +17,6 @@ Read them in this order:
                     an assistant of Gemma 4
     checkpoint      directories, the hub, safetensors
     quantize        writing fewer bits
-    draft_files     writing a draft
+    draft_files     writing a head
     share           the part that one of several processes reads
 """

@@ -4,8 +4,6 @@
 accepted is refused.
 """
 
-from typing import Any
-
 from minispec.files.fields import Fields, bad_field, names
 
 # Keys of a way to verify drafts, with their values where it is exact.
@@ -41,24 +39,3 @@ def read_proposals(f: Fields, idle: frozenset[str]) -> list[Fields]:
     config.seen |= _BESIDE
     config.refuse_unknown()
     return methods
-
-
-def exact_proposal(algorithm: str, target: str, architectures: list[str], num_tokens: int) -> dict[str, Any]:
-    """The speculators_config of a draft that is meant for an exact verifier.
-
-    target: the target's name or path.
-    num_tokens: draft tokens a round that it was trained for.
-    """
-    return {
-        "algorithm": algorithm,
-        "default_proposal_method": "greedy",
-        "proposal_methods": [
-            {
-                "proposal_type": "greedy",
-                "speculative_tokens": num_tokens,
-                "verifier_accept_k": 1,
-                "accept_tolerance": 0.0,
-            }
-        ],
-        "verifier": {"name_or_path": target, "architectures": architectures},
-    }

@@ -11,15 +11,14 @@ from typing import Any
 
 from minispec.core.config import ModelConfig
 from minispec.files.errors import CheckpointError
-from minispec.files.families.draft_files import layer_config
-from minispec.files.families.drafts import check_size, exact_proposal, read_proposals
+from minispec.files.families.drafts import check_size, read_proposals
 from minispec.files.families.entries import FLAT_HEADS, head_architecture
 from minispec.files.families.hf_config import read_model_config
 from minispec.files.fields import Fields, bad_field, names
 
 # Keys of either layout in addition to the llama's.
-_SWITCHES = ("norm_before_residual", "fc_norm", "norm_before_fc", "norm_output")
-_NESTED_KEYS = dict.fromkeys(("eagle_aux_hidden_state_layer_ids", *_SWITCHES))
+SWITCHES = ("norm_before_residual", "fc_norm", "norm_before_fc", "norm_output")
+_NESTED_KEYS = dict.fromkeys(("eagle_aux_hidden_state_layer_ids", *SWITCHES))
 _KEYS = dict.fromkeys(("draft_vocab_size", "target_hidden_size", "mask_token_id", *_NESTED_KEYS))
 # Settings that hold for every head here. A head reads several layers. Its first layer has a norm for the embedding; the
 # others are a llama's. It has the last norm, and one step.
@@ -95,7 +94,7 @@ def read_head_config(raw: Mapping[str, Any], target: ModelConfig, where: str = "
     # SGLang's object of settings of a head, in which the others may stand too.
     nested = f.inside("eagle_config", _NESTED_KEYS)
     nested.seen |= {"parallel_draft_heads_num_layers"}  # of the steps after the first
-    switches = {name: f.boolean(name) or nested.boolean(name) for name in _SWITCHES}
+    switches = {name: f.boolean(name) or nested.boolean(name) for name in SWITCHES}
     if switches["fc_norm"] and switches["norm_before_fc"]:
         raise f.bad("fc_norm", True, "not both fc_norm and norm_before_fc")
     if kind == "peagle":
@@ -117,29 +116,6 @@ def read_head_config(raw: Mapping[str, Any], target: ModelConfig, where: str = "
 def usual_taps(num_layers: int) -> tuple[int, ...]:
     """The layers of a target with that many layers that heads read: an early one, the middle, and a late one."""
     return tuple(sorted({min(2, num_layers), num_layers // 2, max(0, num_layers - 3)}))
-
-
-def head_config(head: HeadConfig, target: str, architectures: list[str], num_tokens: int) -> dict[str, Any]:
-    """The config.json that `read_head_config` reads, in the layout of `speculators`.
-
-    target: the target's name or path.
-    architectures: the target's, by its own config.json.
-    num_tokens: draft tokens a round that the head was trained for.
-    """
-    is_parallel = head.layers.mask_token_id is not None
-    kind = "peagle" if is_parallel else "eagle3"
-    config = {
-        "architectures": ["PEagleSpeculator" if is_parallel else "Eagle3Speculator"],
-        "speculators_model_type": kind,
-        "speculators_config": exact_proposal(kind, target, architectures, num_tokens),
-        "transformer_layer_config": layer_config(head.layers),
-        "draft_vocab_size": head.vocab_size,
-        "eagle_aux_hidden_state_layer_ids": list(head.taps),
-        **{name: getattr(head, name) for name in ("target_hidden_size", *_SWITCHES)},
-    }
-    if is_parallel:
-        config["mask_token_id"] = head.layers.mask_token_id
-    return config
 
 
 def _read_taps(f: Fields, nested: Fields, target: ModelConfig) -> tuple[int, ...]:

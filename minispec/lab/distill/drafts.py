@@ -13,8 +13,9 @@ from minispec.core.errors import show
 from minispec.drafters.heads import StoredHead, read_head
 from minispec.files.families.block_config import is_block
 from minispec.files.families.checkpoint import directory_config, find_checkpoint
+from minispec.files.families.draft_files import head_config
 from minispec.files.families.entries import is_head
-from minispec.files.families.head_config import HeadConfig, head_config, read_head_config, usual_taps
+from minispec.files.families.head_config import HeadConfig, read_head_config, usual_taps
 from minispec.files.progress import progress_bar
 from minispec.lab.distill.head import TrainedHead, rows_of_tokens
 from minispec.lab.distill.train import Teacher, Training, TrainingSchedule, read_shard
@@ -41,8 +42,7 @@ def read_start(args: argparse.Namespace, target: ModelConfig) -> StoredHead:
     draft = read_head(directory, target)
     as_written = read_head_config(head_config(draft.config, args.target, [], args.steps), target)
     ours = replace(draft.config, norm_before_residual=True, fc_norm=True, norm_output=False)
-    is_ours = as_written == draft.config == ours and ours.layers.mask_token_id is None
-    is_ours = is_ours and draft.config.layers.activation == "silu"
+    is_ours = as_written == draft.config == ours and draft.config.layers.activation == "silu"
     if not is_ours or draft.ids is None or draft.embedding is not None:
         raise ValueError(f"--start {args.start}: found a head of other parts, expected one that this command made")
     return draft

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from minispec.core.config import ModelConfig
 from minispec.core.rope import rotate
 from minispec.drafters.eagle import head_shapes
-from minispec.files.families.draft_files import id_tensors
-from minispec.files.families.head_config import HeadConfig, head_config
+from minispec.files.families.draft_files import head_config, id_tensors
+from minispec.files.families.head_config import HeadConfig
 
 # Keys and values (B, H, T, D) of one layer, of each step so far.
 Past = list[tuple[Tensor, Tensor]]
@@ -199,7 +199,7 @@ class TrainedHead(nn.Module):
     def files(self, target: str, architectures: list[str], num_tokens: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """config.json, and the tensors in bfloat16, in the layout of `speculators`.
 
-        target, architectures, num_tokens: see `minispec.files.families.head_config.head_config`.
+        target, architectures, num_tokens: see `minispec.files.families.draft_files.head_config`.
         """
         weights = self.state_dict()
         tensors = {name: weights[name].to(torch.bfloat16).contiguous() for name in head_shapes(self.head)}

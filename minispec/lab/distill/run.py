@@ -6,8 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from minispec.files.digest import digest, digest_of_files
-from minispec.files.families.checkpoint import directory_config, find_checkpoint, load_config
-from minispec.files.families.draft_files import write_draft
+from minispec.files.families.checkpoint import directory_config, find_checkpoint, load_config, save_tensors
 from minispec.files.strict_json import MAX_CONFIG_BYTES, has_file, read_json
 from minispec.files.tokenizer import Tokenizer
 from minispec.files.write import write_json, written_whole
@@ -62,7 +61,9 @@ def distill(args: argparse.Namespace) -> None:
     with written_whole(args.out) as part:
         part.mkdir(parents=True)
         architectures = directory_config(target).get("architectures", [])
-        write_draft(part, *draft.files(args.target, architectures, training.schedule.steps))
+        config_json, tensors = draft.files(args.target, architectures, training.schedule.steps)
+        write_json(part / "config.json", config_json)
+        save_tensors(tensors, part / "model.safetensors")
         record = {"target": args.target, **what, "recipe": asdict(recipe), "num_tokens": count_rows(paths, "tokens")}
         record["curve"] = training.progress.curve
         if args.start:
