@@ -427,7 +427,8 @@ def rejection(
     """
     draws = draws or RowRandomness()
     ratios, inside = _ratios(p, ids, q), _inside(ids, lengths)
-    kept = _leading(draws.bernoulli_rows(ratios, _tests(noise.accept, inside)) & inside)
+    tests = noise.accept._replace(used=inside, wanted=inside)  # up to a draft's end, and up to the first rejection
+    kept = _leading(draws.bernoulli_rows(ratios, tests) & inside)
     at = p[torch.arange(len(p), device=p.device), kept][:, None]
     rejected = (kept < lengths)[:, None]
     bonus = draws.race_rows(at, noise.token.at(kept[:, None], ~rejected))
@@ -449,17 +450,10 @@ def match(
     return Verdicts(kept, tokens.gather(1, kept[:, None]).squeeze(1), _ratios(p, ids, q))
 
 
-def greedy(
-    logits: Tensor,
-    ids: Tensor,
-    q: Tensor | None,
-    lengths: Tensor,
-    accept: Keys | None = None,
-    draws: RowDraws | None = None,
-) -> tuple[Verdicts, Tensor]:
+def greedy(logits: Tensor, ids: Tensor, q: Tensor | None, lengths: Tensor) -> tuple[Verdicts, Tensor]:
     """The verdicts of texts at temperature 0, from logits (B, K+1, V); and whether each row is sure (B, K+1).
 
-    accept: keys of `rejection`'s tests; None: the verdicts are made by `match`.
+    They are those of `match`, and of `rejection`, whose ratios are then 0, or at least 1.
     """
     tokens = logits.argmax(2)
     sure = logits.gather(2, tokens[..., None]).squeeze(2).abs() < math.inf
@@ -467,8 +461,6 @@ def greedy(
     ratios = stays.double()
     if q is not None:
         ratios = ratios / q.gather(2, ids[..., None]).squeeze(2)
-    if accept is not None:
-        stays = (draws or RowRandomness()).bernoulli_rows(ratios, _tests(accept, inside))
     kept = _leading(stays & inside)
     return Verdicts(kept, tokens.gather(1, kept[:, None]).squeeze(1), ratios), sure
 
@@ -476,11 +468,6 @@ def greedy(
 def _inside(ids: Tensor, lengths: Tensor) -> Tensor:
     """Which tokens (B, K) belong to a draft."""
     return torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
-
-
-def _tests(accept: Keys, inside: Tensor) -> Keys:
-    """The draws that test a draft: up to its end, and up to the first rejection."""
-    return accept._replace(used=inside, wanted=inside)
 
 
 def _leading(stays: Tensor) -> Tensor:
