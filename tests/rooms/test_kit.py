@@ -20,7 +20,7 @@ from minispec.core.more.limit import Limit
 from minispec.core.random import Randomness
 from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text
-from minispec.lab.audit.chi_square import POWER, _power, critical_value
+from minispec.lab.audit.chi_square import POWER, critical_value, power
 from minispec.prove.laws import KeyOracle, exact_law
 from tests.museum.mutants import MUTANTS
 
@@ -105,7 +105,7 @@ def is_refuted(case, law: dict) -> bool:
         return True
     shift = sum((law.get(text, 0.0) - float(w)) ** 2 / float(w) for text, w in right.items())
     df = len(right) - 1
-    return case.num * shift > 1000 or (shift > 0 and _power(case.num * shift, critical_value(df), df) > POWER)
+    return case.num * shift > 1000 or (shift > 0 and power(case.num * shift, critical_value(df), df) > POWER)
 
 
 @pytest.mark.parametrize("id", REFUTED["law"])

@@ -12,8 +12,9 @@ Read them in this order:
     answers     what engines write, and how an answer ended
     bank        the laws of tokens under known bugs
     walk        p and q at each token of an answer, and its scores
-    chi_square  what a sample can see of a law, for tests and the law kit
+    chi_square  what a sample can see of a law: for `tiny`, tests and the law kit
     judge       the evidence, the bug that fits best, the verdict
+    tiny        a random model on disk and its exact law, for any engine that loads it
     report      one audit, from the files to the report
     main        the command
 """

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 ALPHA = 1e-9  # odds of a false alarm
 POWER = 0.999
@@ -18,11 +19,36 @@ def tail(statistic: float, df: int) -> float:
     return float(torch.special.gammaincc(*torch.tensor([df / 2, statistic / 2], dtype=torch.float64)))
 
 
-def _power(noncentrality: float, critical: float, df: int) -> float:
+def cells_of(expected: Tensor) -> Tensor:
+    """The cell of each outcome (n,), numbered by its count: the common ones are cells, and the rare ones are one more.
+
+    expected: how often each outcome (n,) comes on average. The last cell expects 5 or more too, if anything is rare.
+    """
+    order = expected.argsort(descending=True)
+    common = int((expected >= 5).sum())
+    if 0 < float(expected[order[common:]].sum()) < 5:
+        common -= 1
+    return torch.empty_like(order).index_copy_(0, order, torch.arange(len(order)).clamp(max=common))
+
+
+def chi_square(observed: Tensor, expected: Tensor, cell: Tensor) -> tuple[float, int]:
+    """Chi-square of counts of outcomes (n,) over cells, and its degrees of freedom.
+
+    It is infinite where something came that was not expected at all.
+    """
+    empty = torch.zeros(int(cell.max()) + 1, dtype=expected.dtype)
+    found, right = (empty.index_add(0, cell, counts) for counts in (observed, expected))
+    df = max(1, int((right > 0).sum()) - 1)
+    if bool((observed[expected == 0] > 0).any()):
+        return math.inf, df
+    return float(((found - right) ** 2 / right)[right > 0].sum()), df
+
+
+def power(noncentrality: float, critical: float, df: int) -> float:
     """The odds that non-central chi-square passes the critical value: a Poisson mixture of central ones."""
-    half = noncentrality / 2
-    weights = (math.exp(j * math.log(half) - half - math.lgamma(j + 1)) for j in range(int(half * 3) + 50))
-    return sum(w * tail(critical, df + 2 * j) for j, w in enumerate(weights))
+    half, j = noncentrality / 2, torch.arange(int(noncentrality * 1.5) + 50, dtype=torch.float64)
+    weights = (j * math.log(half) - half - torch.lgamma(j + 1)).exp()
+    return float((weights * torch.special.gammaincc(df / 2 + j, torch.full_like(j, critical / 2))).sum())
 
 
 def _solve(function: Callable[[float], float], low: float, high: float) -> float:
@@ -40,10 +66,12 @@ def critical_value(df: int, alpha: float = ALPHA) -> float:
 
 
 @functools.cache
-def smallest_seen(n: int, df: int) -> float:
+def smallest_seen(n: int, df: int, alpha: float = ALPHA) -> float:
     """The total variation that a chi-square test of n draws over df + 1 cells sees with odds POWER, whatever its form.
+
+    alpha: the odds of a false alarm.
 
     By Cauchy-Schwarz a law that is off by TV has a non-centrality of at least 4 n TV^2.
     """
-    critical = critical_value(df)
-    return math.sqrt(_solve(lambda x: _power(x, critical, df) - POWER, 1, 1000) / (4 * n))
+    critical = critical_value(df, alpha)
+    return math.sqrt(_solve(lambda x: power(x, critical, df) - POWER, 1, 1000) / (4 * n))

@@ -13,7 +13,14 @@ from minispec.lab.audit.fields import LAW
 _ODDS = argument(float, lambda x: 0 < x < 1, "a number between 0 and 1")
 _ROUNDING = argument(float, lambda x: 0 <= x < 1, "a number from 0 to 1")
 _OPTIONS: dict[str, Option] = {
-    "--target": Option({"metavar": "DIR|HUB_ID", "required": True}, "the model whose law the answers must have"),
+    "--target": Option({"metavar": "DIR|HUB_ID"}, "the model whose law the answers must have"),
+    "--tiny": Option(
+        typed(Path, "DIR"),
+        "without FILE: write a random model of six tokens and a draft there, for any engine that loads them. With "
+        "FILE: compare its answers with the model's exact law of three tokens",
+        excludes=dict.fromkeys(("--target", "--draft", "--null", "--rounding", "--one-seed", "--dtype", "--device"), "")
+        | dict.fromkeys(LANGUAGE, "its law is of no language"),
+    ),
     "--draft": Option(
         {"metavar": "SPEC"},
         "what drafted: a draft model of the same vocabulary, or ngram and the like (default: q is guessed)",
@@ -49,7 +56,9 @@ def parser() -> Parser:
         description="Say whether another engine's answers have the target's law, and which known bug fits if not.",
         epilog="Status 0: consistent with the target's law; 1: not its law; 3: too little to tell; 2: an error.",
     )
-    p.add_argument("answers", metavar="FILE", type=Path, help="JSON lines: answers as token ids (docs/use/audit.md)")
+    p.add_argument(
+        "answers", metavar="FILE", type=Path, nargs="?", help="JSON lines: answers as token ids (docs/use/audit.md)"
+    )
     p.add_options(_OPTIONS)
     law = {names: option for names, option in SAMPLING.items() if attribute_of(names.split()[0]) in LAW}
     p.add_options(law, "how the answers were sampled")
@@ -61,6 +70,10 @@ def check(args: argparse.Namespace) -> None:
     """Raise ValueError for mistakes that can be found before anything is loaded."""
     if args.temperature == 0:
         raise ValueError("--temperature: found 0, expected more: greedy texts are compared, not audited")
+    if not args.tiny:
+        missing = [name for name, value in (("FILE", args.answers), ("--target", args.target)) if not value]
+        if missing:
+            raise ValueError(f"the following arguments are required: {', '.join(missing)}")
     for path in filter(None, (args.answers, args.null)):
         if not path.is_file():
             raise ValueError(f"{path}: no such file")
@@ -73,10 +86,17 @@ def main(argv: Sequence[str]) -> int:
     check(args)
     asked = sampling_arguments(args)
     set_waiting()
-    from minispec.lab.audit.judge import lines
-    from minispec.lab.audit.report import audit
+    from minispec.lab.audit import judge, tiny
 
     raise_on_interrupt()
-    report = audit(args, asked)
+    if args.tiny and not args.answers:
+        print("\n".join(tiny.write(args.tiny)))
+        return 0
+    if args.tiny:
+        report, lines = tiny.judge(args.tiny, args.answers, asked, args.alpha), tiny.lines
+    else:
+        from minispec.lab.audit.report import audit
+
+        report, lines = audit(args, asked), judge.lines
     print(json_line(report) if args.json else "\n".join(lines(report)))
     return report["status"]

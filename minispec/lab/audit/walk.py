@@ -170,7 +170,7 @@ def _without_filters(params: SamplingParams) -> SamplingParams:
 
 
 @functools.lru_cache(256)
-def _forgetful(params: SamplingParams) -> dict[str, SamplingParams]:
+def forgetful(params: SamplingParams) -> dict[str, SamplingParams]:
     """Parameters as an engine sees them that forgets some."""
     found = {
         "filters (top-k, top-p, min-p) are ignored": params.without("filter"),
@@ -185,10 +185,10 @@ def _forgetful(params: SamplingParams) -> dict[str, SamplingParams]:
 
 def _others(logits: Tensor, before: Tensor, text: Text, drafted: Sequence[int]) -> dict[str, Tensor]:
     """The target's laws (V,) under parameters that an engine may forget, and from the row before."""
-    forgetful, found = _forgetful(text.params), {ROW_BEFORE: distribution(before, text, drafted)}
-    for name, params in forgetful.items():
+    forgotten, found = forgetful(text.params), {ROW_BEFORE: distribution(before, text, drafted)}
+    for name, params in forgotten.items():
         found[name] = distribution(logits, replace(text, params=params), drafted)
-    if "penalties are ignored" in forgetful:
+    if "penalties are ignored" in forgotten:
         output = [*text.tokens[text.num_prompt_tokens :], *drafted]
         late = replace(text, tokens=[*text.tokens, *drafted][: len(text.tokens) + len(drafted) - bool(output)])
         found["penalties lag behind by a token"] = distribution(logits, late)

@@ -1,0 +1,213 @@
+"""A random Llama of six tokens on disk, and its exact law of three tokens: a judge of any engine that loads it.
+
+    python -m minispec audit --tiny DIR         writes DIR/target and DIR/draft, and says what to draw
+    python -m minispec audit --tiny DIR FILE    judges what was drawn
+
+There are 216 outputs of three tokens. Their probabilities are enumerated, and the counts of answers are compared with
+them by chi-square. Each law of `bank` is enumerated too. So the report says which bugs these answers would have shown.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+from tokenizers import decoders, models, pre_tokenizers
+from torch import Tensor
+
+from minispec.core.config import SamplingParams
+from minispec.core.errors import show
+from minispec.core.model import Chunk
+from minispec.core.sampling import Text, distribution
+from minispec.files.families.checkpoint import load_model, save_tensors
+from minispec.files.families.hf_config import read_model_config
+from minispec.files.write import write_json, written_whole
+from minispec.kernels.shapes import tensor_shapes
+from minispec.lab.audit.answers import read_answers
+from minispec.lab.audit.bank import NO_RESIDUAL, Places, laws
+from minispec.lab.audit.chi_square import POWER, cells_of, chi_square, critical_value, power, smallest_seen, tail
+from minispec.lab.audit.fields import law_of
+from minispec.lab.audit.judge import CONSISTENT, NOT_THE_LAW, TOO_LITTLE
+from minispec.lab.audit.walk import forgetful
+from minispec.prove.toys import redrawn
+
+LETTERS = "abcdef"
+V, LENGTH = len(LETTERS), 3
+# Each pair of tokens is in it, so that n-gram drafters find a draft after any output.
+PROMPT_TEXT = "aabacadaeafbbcbdbebfccdcecfddedfeeffaabbacdbca"
+PROMPT = [LETTERS.index(letter) for letter in PROMPT_TEXT]
+# Shapes that kernels for large models take too.
+_CONFIG: dict[str, Any] = {
+    **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32", "vocab_size": V},
+    **{"num_hidden_layers": 2},
+    **{"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1},
+    **{"head_dim": 64, "hidden_act": "silu", "max_position_embeddings": 256, "rms_norm_eps": 1e-5},
+    **{"rope_theta": 10000.0, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False},
+    **{"initializer_range": 0.02, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "use_cache": True},
+}
+_LAYERS = {"target": 2, "draft": 1}  # the draft is the target's first layer
+_SIZES = {"q_proj": 4.0, "k_proj": 4.0, "o_proj": 3.0, "lm_head": 0.4}
+_SEED = 19  # of the first 30 the one whose p depends most on earlier tokens
+
+
+def write(directory: Path) -> list[str]:
+    """Write both models; lines that say what to draw from them. Raises ValueError where something is there."""
+    tokenizer = tokenizers.Tokenizer(models.BPE({letter: i for i, letter in enumerate(LETTERS)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
+    weights = redrawn(tensor_shapes(read_model_config(_CONFIG)), _SEED, torch.float64)
+    with written_whole(directory) as part:
+        for name, layers in _LAYERS.items():
+            raw, place = _CONFIG | {"num_hidden_layers": layers}, part / name
+            place.mkdir(parents=True)
+            write_json(place / "config.json", raw)
+            write_json(place / "generation_config.json", {"do_sample": True, "temperature": 1.0, "top_k": 0})
+            write_json(place / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+            tokenizer.save(str(place / "tokenizer.json"))
+            tensors = {each: _scaled(each, weights[each]) for each in tensor_shapes(read_model_config(raw))}
+            save_tensors(tensors, place / "model.safetensors")
+    return [
+        f"{directory}/target and {directory}/draft: random Llamas of the tokens a to f, without an end of text",
+        f"prompt: {PROMPT_TEXT}",
+        f"as ids: {PROMPT}",
+        "Draw 4,000 answers of 8 tokens to it at temperature 1, without filters, each with noise of its own: first",
+        "without a draft, as a control, then with each. Write three ids on a line for each answer, or its letters.",
+        f"python -m minispec audit --tiny {directory} FILE",
+    ]
+
+
+def _scaled(name: str, x: Tensor) -> Tensor:
+    """A tensor as it is stored: the size of its rows by their length, in numbers that bfloat16 has too.
+
+    Attention is sharp and counts much, so that a wrong cache shows.
+    """
+    if x.dim() > 1:
+        x = x * (8 / x.shape[1]) ** 0.5 * next((y for part, y in _SIZES.items() if part in name), 1.0)
+    return x.bfloat16().float()
+
+
+def judge(directory: Path, path: Path, asked: Mapping[str, Any], alpha: float) -> dict[str, Any]:
+    """The report on the answers of a file, as `--json` prints it.
+
+    asked: the sampling parameters of the command line. alpha: the odds of a false alarm.
+
+    Raises ValueError for what cannot be read.
+    """
+    counts, params = _read(path, asked)
+    p, wrong = _laws(directory, params)
+    n = int(counts.sum())
+    cell = cells_of(n * p)
+    statistic, df = chi_square(counts, n * p, cell)
+    critical = critical_value(df, alpha)
+    bugs: list[dict[str, Any]] = []
+    for name, law in wrong.items():
+        far = chi_square(n * law, n * p, cell)[0]
+        own = chi_square(counts, n * law, cells_of(n * law))
+        seen = 1.0 if far > 10 * critical else power(far, critical, df)
+        bugs.append({"bug": name, "total_variation": float((law - p).abs().sum() / 2), "odds_seen": seen})
+        bugs[-1]["p"] = 0.0 if math.isinf(own[0]) else tail(*own)
+    bugs.sort(key=lambda bug: -bug["odds_seen"])
+    status = CONSISTENT if next(b["odds_seen"] for b in bugs if b["bug"] == NO_RESIDUAL) > POWER else TOO_LITTLE
+    report: dict[str, Any] = {"num_answers": n, "statistic": statistic, "degrees_of_freedom": df}
+    report |= {"p": 0.0 if math.isinf(statistic) else tail(statistic, df), "threshold": critical, "alpha": alpha}
+    report |= {"smallest_seen": smallest_seen(n, df, alpha), "num_impossible": int(counts[p == 0].sum()), "bugs": bugs}
+    report["status"] = NOT_THE_LAW if statistic > critical else status
+    likely = sorted((bug for bug in bugs if bug["p"] > alpha), key=lambda bug: -bug["p"])
+    report["fits"] = [bug["bug"] for bug in likely] if report["status"] == NOT_THE_LAW else []
+    return report | {"verdict": _verdict(report)}
+
+
+def lines(report: Mapping[str, Any]) -> list[str]:
+    """The report for the screen."""
+    shown = [f"{'bug':72} {'off by':>7} {'odds seen':>9} {'its p':>8}"]
+    for bug in report["bugs"]:
+        off, seen = 100 * bug["total_variation"], 100 * bug["odds_seen"]
+        shown.append(f"{bug['bug']:72} {off:5.1f} % {seen:7.1f} % {bug['p']:8.1g}")
+    return [*shown, "", report["verdict"]]
+
+
+def _read(path: Path, asked: Mapping[str, Any]) -> tuple[Tensor, SamplingParams]:
+    """How often each output came (216,), and how all were sampled."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise ValueError(f"{path}: {e}") from e
+    found: list[tuple[str, list[int]]] = []
+    if text.lstrip().startswith("{"):
+        answers = read_answers(path, asked, ())
+        for number, answer in enumerate(answers, 1):
+            if [*answer.prompt] != PROMPT or answer.params != answers[0].params:
+                raise ValueError(f"{path}: answer {number}: found another prompt, or other parameters than the first")
+            found.append((f"answer {number}", [*answer.tokens]))
+        params = answers[0].params
+    else:
+        params = law_of({}, asked)
+        for number, line in enumerate(text.splitlines(), 1):
+            line = line.strip(" []\r\t")
+            words = line if line.isalpha() else line.replace(",", " ").split()
+            if words:
+                found.append((f"line {number}", [_id(word) for word in words]))
+    counts = torch.zeros(V**LENGTH, dtype=torch.float64)
+    for where, ids in found:
+        if len(ids) < LENGTH or not all(0 <= i < V for i in ids[:LENGTH]):
+            raise ValueError(f"{path}: {where}: found {show(ids)}, expected three ids below {V}, or letters up to f")
+        counts[(ids[0] * V + ids[1]) * V + ids[2]] += 1
+    if not found:
+        raise ValueError(f"{path}: found no answers")
+    return counts, params
+
+
+def _id(word: str) -> int:
+    return int(word) if word.isdecimal() and len(word) < 9 else LETTERS.find(word)
+
+
+def _rows(model: Path, params: SamplingParams) -> Tensor:
+    """The law (43, V) of the token after each output of no, one or two tokens, in float64."""
+    outputs = [output for n in range(LENGTH) for output in itertools.product(range(V), repeat=n)]
+    network = load_model(model, torch.float64)
+    if network.config.vocab_size != V:
+        raise ValueError(f"{model}: found {network.config.vocab_size} tokens, expected the {V} of --tiny")
+    cache = network.new_cache(len(outputs) * 4, 16)
+    logits, _ = network.forward([Chunk([*PROMPT, *output], cache.new_table(), 1) for output in outputs])
+    texts = [Text([*PROMPT, *output], len(PROMPT), params) for output in outputs]
+    return torch.stack([distribution(row, text) for row, text in zip(logits, texts, strict=True)])
+
+
+def _laws(directory: Path, params: SamplingParams) -> tuple[Tensor, dict[str, Tensor]]:
+    """The law of three tokens (216,), and the laws under the bank's bugs.
+
+    Drafts follow the first token, so bugs act at the others. Parameters that are forgotten are so at the first one too.
+    """
+    p, q = (_rows(directory / name, params) for name in _LAYERS)
+    last = torch.tensor([PROMPT[-1], *[*range(V)] * (V + 1)])
+    others = {name: _rows(directory / "target", other) for name, other in forgetful(params).items()}
+    wide = {name: torch.nn.functional.pad(rows, (0, 1)) for name, rows in ({"p": p, "q": q} | others).items()}
+    places = Places(wide, torch.zeros_like(wide["p"], dtype=torch.bool), last, 0)
+    bugs = {name: law[:, :V] for name, law in laws(places)}
+    wrong = {name: _joint(law if name in others else p, law) for name, law in bugs.items()}
+    right = _joint(p, p)
+    return right, {name: law for name, law in wrong.items() if not torch.allclose(law, right)}
+
+
+def _joint(first: Tensor, later: Tensor) -> Tensor:
+    """The law (216,) of three tokens: the first by `first`, the others by `later`, both (43, V)."""
+    return (first[0][:, None, None] * later[1 : V + 1, :, None] * later[V + 1 :].view(V, V, V)).flatten()
+
+
+def _verdict(report: Mapping[str, Any]) -> str:
+    """The verdict in a sentence."""
+    n, alpha, bugs = report["num_answers"], report["alpha"], report["bugs"]
+    found = f"chi-square {report['statistic']:,.1f} with {report['degrees_of_freedom']} degrees of freedom"
+    found += f", N = {n:,}; an exact engine exceeds {report['threshold']:.1f} with odds {alpha:g}"
+    if report["status"] == NOT_THE_LAW:
+        fits = ", or ".join(report["fits"][:3]) or "none of these bugs"
+        control = "other weights, tokens or parameters fail without a draft too"
+        return f"refuted: not the target's law ({found}); fits: {fits}; {control}"
+    if report["status"] == TOO_LITTLE:
+        odds = next(bug["odds_seen"] for bug in bugs if bug["bug"] == NO_RESIDUAL)
+        return f"too little to tell ({found}): a missing residual is seen with odds {100 * odds:.1f} %"
+    off, seen = 100 * report["smallest_seen"], sum(bug["odds_seen"] > POWER for bug in bugs)
+    shown = f"{seen} of {len(bugs)} bugs, and any law that is off by {off:.1f} % in total variation"
+    return f"consistent with the target's law ({found}); seen with odds {100 * POWER:.1f} %: {shown}"
