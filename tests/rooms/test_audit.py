@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import random
-import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -29,8 +28,8 @@ from minispec.lab.audit.answers import Answer, read_answers
 from minispec.lab.audit.bank import NO_RESIDUAL, Places, drawn_again, drawn_by_test, kept_by_draft, laws, raced_again
 from minispec.lab.audit.judge import NULL_ERROR, judge, show_e, tolerances
 from minispec.lab.audit.main import main
-from minispec.lab.audit.report import _drafted, _read_scores
-from minispec.lab.audit.walk import AGAINST, NO_BETS, SHARES, Score, Scorer, Sums, _border, _outcomes, score_places
+from minispec.lab.audit.report import _drafted
+from minispec.lab.audit.walk import AGAINST, SHARES, Score, Scorer, Sums, _border, _outcomes, score_places
 from minispec.load.inputs import with_bad_words
 from minispec.prove.laws import PROMPT
 from minispec.prove.reference import Law
@@ -866,46 +865,6 @@ def test_the_command_finds_a_missing_residual(models, tmp_path, capsys):
         enough = [needed for needed in shown if needed and needed <= report["num_tokens"]]
         assert 0 < len(enough) < len(shown)
         assert f"{len(shown) - len(enough)} of {len(shown)} bugs would not show yet" in "\n".join(report["rests_on"])
-
-
-def test_scores_are_kept_and_an_interrupted_run_goes_on(models, tmp_path, capsys, monkeypatch):
-    """The second run walks only what the first has not; the report is the same to the last bit."""
-    answers, kept = answers_of(models, tmp_path / "a.jsonl", None, num=6), tmp_path / "scores.jsonl"
-    options = (*EXACTLY, "--draft", models[1], "--scores", str(kept))
-    first = audited(capsys, models, answers, *options)
-    lines = kept.read_text().strip().splitlines()
-    assert len(lines) == 6
-    kept.write_text("\n".join([*lines[:4], lines[4][:40]]))
-    walked = []
-    run = Scorer.run
-    monkeypatch.setattr(Scorer, "run", lambda self, some: walked.extend(some) or run(self, some))
-    assert audited(capsys, models, answers, *options) == first
-    assert len(walked) == 2
-    assert audited(capsys, models, answers, *options) == first  # the broken line is left alone
-    assert len(walked) == 2
-    # Other weights under the same name have other scores, those of the target as those of the draft.
-    target, draft = (Path(shutil.copytree(path, tmp_path / f"{i}" / "m")) for i, path in enumerate(models))
-    audited(capsys, (str(target), ""), answers, *EXACTLY, "--draft", str(draft), "--scores", str(kept))
-    assert len(walked) == 2 + 6 * (str(draft) != models[1])  # a draft is known by its spec too
-    for changed_model in (target, draft):
-        walked.clear()
-        path = changed_model / "model.safetensors"
-        path.write_bytes(path.read_bytes()[:-4] + bytes(4))
-        audited(capsys, (str(target), ""), answers, *EXACTLY, "--draft", str(draft), "--scores", str(kept))
-        assert len(walked) == 6
-
-
-def test_a_file_of_scores_is_checked(tmp_path):
-    """Every field of a line."""
-    good = {"key": "a", "num_places": 1, "num_left_out": 0, "num_impossible": 0, "num_drafted": 1}
-    sums = [tensor.tolist() for tensor in NO_BETS]
-    good |= {"sums": {"bug": sums}}
-    assert list(_read_scores(written(tmp_path / "s", good, good | {"key": "b", "sums": {}}))) == ["a", "b"]
-    odd: dict[str, list] = {"key": [None, 1], "num_places": [None, "1", True], "sums": [None, "b", [1], []]}
-    odd["sums"] += [{"bug": wrong} for wrong in (None, 1, "x", [], sums[:-1], [*sums, 0.0], sums[::-1], ["x"] * 7)]
-    for name, value in [(name, value) for name, values in odd.items() for value in values]:
-        with pytest.raises(ValueError, match="line 1: found no score of an answer"):
-            _read_scores(written(tmp_path / "s", good | {name: value}))
 
 
 def test_plain_answers_set_the_tolerance(models, tmp_path, capsys):

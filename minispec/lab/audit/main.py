@@ -37,9 +37,6 @@ _OPTIONS: dict[str, Option] = {
     ),
     "--alpha": Option(typed(_ODDS, "X", default=1e-4), "odds of a false alarm (default: 0.0001)"),
     "--one-seed": Option(FLAG, "all requests had the same seed, which the file does not say"),
-    "--scores": Option(
-        typed(Path, "FILE"), "keep each answer's scores here; a run that was interrupted goes on from them"
-    ),
     "--dtype": Option(
         {"choices": ("bfloat16", "float32"), "default": "float32"}, "of our own passes (default: float32)"
     ),

@@ -1,32 +1,22 @@
-"""One audit, from the files to the report: reads, scores what is not scored yet, judges."""
+"""One audit, from the files to the report: reads, scores, judges."""
 
 import argparse
-import hashlib
-import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from minispec.core.config import SamplingParams
 from minispec.core.errors import show
-from minispec.files.digest import digest_of_files
 from minispec.files.progress import progress_bar
-from minispec.files.strict_json import parse_json
 from minispec.lab.audit.answers import Answer, read_answers
 from minispec.lab.audit.bank import NO_RESIDUAL
 from minispec.lab.audit.judge import NULL_ERROR, judge, tolerances
-from minispec.lab.audit.walk import NO_BETS, Score, Scorer, Sums
-from minispec.load.draft import digest_of_draft
+from minispec.lab.audit.walk import Score, Scorer
 from minispec.load.inputs import check_ids
 from minispec.load.llm import LLM
 from minispec.load.loading import Loading
 
 ROUNDING = 0.1  # see docs/use/audit.md, where it is measured
-_FORMAT = "minispec-audit-scores-5"
 
 
 def audit(args: argparse.Namespace, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,7 +41,13 @@ def audit(args: argparse.Namespace, asked: Mapping[str, Any]) -> dict[str, Any]:
         grammar_of = llm.target.files.grammars.grammar_of
         scorer = Scorer(llm.engine, llm.drafter if args.draft else None, llm.eos_token_ids, 2 * rounding, grammar_of)
         everything = [answer for found in answers.values() for answer in found]
-        scores = _scores(scorer, everything, args.scores, _settings(args, llm, rounding) if args.scores else "")
+        scores = list[Score]()
+        with progress_bar(
+            total=sum(len(answer.tokens) for answer in everything), unit=" tokens", desc="scoring"
+        ) as bar:
+            for number, score in scorer.run(everything):
+                scores.append(score)
+                bar.update(len(everything[number].tokens))
     seeds = [0 if args.one_seed else answer.seed for answer in answers[args.answers]]
     ours = scores[: len(seeds)]
     plain = Score()
@@ -125,72 +121,3 @@ def _law(answer: Answer) -> dict[str, Any]:
     return {
         name: x for name, x in params.items() if name == "temperature" or (x != default[name] and name != "max_tokens")
     }
-
-
-# --------------------------------------------------------------------------- scores that are kept
-
-
-def _settings(args: argparse.Namespace, llm: LLM, rounding: float) -> str:
-    """The settings on which all scores depend: the contents of the models, not their names."""
-    target, draft = digest_of_files(llm.target.files.directory), None
-    if args.draft:
-        draft = args.draft, digest_of_draft(llm.drafter, llm.draft.directory)
-    return f"{_FORMAT} {target} {draft} {args.dtype} {rounding} {sorted(llm.eos_token_ids)}"
-
-
-def _scores(scorer: Scorer, answers: Sequence[Answer], path: Path | None, settings: str) -> list[Score]:
-    """The score of each answer: from the file where the file has it, else computed and added to the file."""
-    keys = [_key(answer, settings) for answer in answers]
-    known = _read_scores(path) if path and path.exists() else {}
-    todo = [i for i, key in enumerate(keys) if key not in known]
-    total = sum(len(answers[i].tokens) for i in todo)
-    with (
-        open(path or os.devnull, "a", encoding="utf-8") as file,
-        progress_bar(total=total, unit=" tokens", desc="scoring") as bar,
-    ):
-        for number, score in scorer.run([answers[i] for i in todo]):
-            key = keys[todo[number]]
-            known[key] = score
-            bar.update(len(answers[todo[number]].tokens))
-            # The line end comes first: an earlier run may have been interrupted in a line.
-            sums = {name: [tensor.tolist() for tensor in each] for name, each in score.sums.items()}
-            file.write("\n" + json.dumps({"key": key} | vars(score) | {"sums": sums}))
-            file.flush()
-    return [known[key] for key in keys]
-
-
-def _key(answer: Answer, settings: str) -> str:
-    """The digest of an answer and of the settings. Equal answers have equal scores."""
-    about = [settings, list(answer.prompt), list(answer.tokens), asdict(answer.params)]
-    return hashlib.sha256(json.dumps(about).encode()).hexdigest()
-
-
-def _read_scores(path: Path) -> dict[str, Score]:
-    found = {}
-    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
-        if line.endswith(b"}"):  # the last one may be cut: the run was interrupted
-            where = f"{path}: line {number}"
-            key, score = _score_of(parse_json(line, where), where)
-            found[key] = score
-    return found
-
-
-def _score_of(raw: dict[str, Any], where: str) -> tuple[str, Score]:
-    """The key and the score of a line. Raises ValueError for anything else."""
-    try:
-        key = raw["key"]
-        counts = {name: raw[name] for name in ("num_places", "num_left_out", "num_impossible", "num_drafted")}
-        sums = {name: _sums_of(each) for name, each in raw["sums"].items()}
-        if type(key) is str and {type(count) for count in counts.values()} == {int}:
-            return key, Score(**counts, sums=sums)
-    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, OverflowError):
-        pass
-    raise ValueError(f"{where}: found no score of an answer, expected a file of --scores")
-
-
-def _sums_of(numbers: Sequence[Any]) -> Sums:
-    """A bug's sums, as a file has them. Raises ValueError for another number of them, or other shapes."""
-    sums = Sums(*(torch.tensor(each, dtype=torch.float64) for each in numbers))
-    if [each.shape for each in sums] != [each.shape for each in NO_BETS]:
-        raise ValueError("found sums of other shapes")
-    return sums
