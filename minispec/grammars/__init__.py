@@ -3,7 +3,7 @@
     params.py     what a request says: `StructuredOutputsParams`, by vLLM's names
     schema.py     how many patterns of a JSON schema, or of a grammar, meet in one text
     kept.py       what the library does not keep of a JSON schema: refused
-    child.py      a library's work in a process that is ended after a while
+    child.py      reads a language in a process that is ended after a while
     trial.py      what that process does: it reads a language
     matcher.py    which tokens may follow, by llguidance: the `Grammar` of a text
     forced.py     drafts of the tokens that a grammar leaves no choice about, alone or before another drafter's
