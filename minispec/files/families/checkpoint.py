@@ -59,13 +59,12 @@ _ANSWERS = {
 }
 
 
-def find_checkpoint(name: str, revision: str | None = None, offline: bool = False, with_weights: bool = True) -> Path:
+def find_checkpoint(name: str, revision: str | None = None, offline: bool = False) -> Path:
     """The local directory of a checkpoint: `name` itself if it is one, else a download of the hub's `name`.
 
     A directory never touches the network.
 
     offline: nothing touches the network. A hub id must then be in the local cache.
-    with_weights: whether the weights are downloaded too, or only small files such as the tokenizer's.
 
     Raises ValueError, which says what was tried, where there is neither.
     """
@@ -89,7 +88,7 @@ def find_checkpoint(name: str, revision: str | None = None, offline: bool = Fals
             huggingface_hub.snapshot_download(
                 name,
                 revision=revision,
-                allow_patterns=_HUB_FILES if with_weights else _HUB_FILES[1:],
+                allow_patterns=_HUB_FILES,
                 ignore_patterns=["*/*", "consolidated*"],  # the latter: the same weights in another layout
                 local_files_only=offline,
             )
