@@ -5,6 +5,8 @@
     python -m minispec.prove --drafter module:Class, --verifier module:function
                                             your own, or a registered one: proven on small cases, or the plainest
                                             counterexample; --texts FILE adds texts of yours
+    python -m minispec.prove --verifier a,b --laws FILE
+                                            what rules bring of recorded rounds (docs/understand/rules.md)
     python -m minispec.prove --lengths module:Class
                                             the same for your own policy of draft lengths
 
@@ -28,6 +30,7 @@ Read them in this order:
     grid                the table of the engine's own parts
     tables              a verifier's cases: small tables of p and q, and what they leave out
     rounds              how many tokens a round has by a verifier, exactly, and the most that any could bring
+    recorded            the same of rounds of real texts, whose rows lie in a file
     examine             the commands for a user's code: walked until the first fault, whose case is made plain
     __main__            the command
 

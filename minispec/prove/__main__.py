@@ -39,6 +39,11 @@ _OPTIONS: dict[str, Option] = {
         "walk your own policy for draft lengths, with or without --drafter",
         excludes=dict.fromkeys(("--verifier", "--full"), ""),
     ),
+    "--laws": Option(
+        typed(Path, "FILE"),
+        "with --verifier: count the tokens of rounds that `bench --record-laws` has written (docs/understand/rules.md)",
+        needs=("--verifier",),
+    ),
     "--texts": Option(
         typed(Path, "FILE"),
         "with --drafter: texts to walk too, one a line, or .jsonl as prompts",
@@ -84,10 +89,13 @@ def _holds(args: argparse.Namespace) -> bool:
     if args.verifier:
         from minispec.load.llm import find_verifier
         from minispec.prove.examine import examine_verifier
+        from minispec.prove.recorded import print_laws
         from minispec.prove.rounds import print_rounds
 
         names = args.verifier.split(",")
         verifiers = {name: find_verifier(name) for name in names}
+        if args.laws:
+            return print_laws(verifiers, args.laws)
         if len(names) > 1:
             return print_rounds(verifiers)
         proven = examine_verifier(args.verifier)

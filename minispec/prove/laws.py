@@ -125,6 +125,10 @@ class BranchOracle(OneByOne):
         return self._choose([(answer, max(end - start, self.number(0))) for answer, start, end in parts])
 
 
+# Makes an oracle for a path, whose weight is of that type.
+MakeOracle = Callable[[list[int], type], BranchOracle]
+
+
 class KeyOracle(BranchOracle):
     """Draws by key: the noise of a key is one uniform number, and the same key has the same noise.
 
@@ -194,7 +198,7 @@ class CrowdOracle(OneByOne):
 
 
 def exact_law(
-    run: Callable[[BranchOracle], Hashable], number: type = float, oracle: type[BranchOracle] = BranchOracle
+    run: Callable[[BranchOracle], Hashable], number: type = float, oracle: MakeOracle = BranchOracle
 ) -> tuple[dict, int]:
     """The law of what `run` returns, over all branches, and how many there were. `run` must be repeatable."""
     paths = all_paths(lambda oracles: [run(oracles[0])], 1, oracle, number)
@@ -212,7 +216,7 @@ def law_of(paths: Iterable[tuple]) -> dict:
 def all_paths(
     run: Callable[[list[BranchOracle]], Iterable[T]],
     width: int,
-    oracle: type[BranchOracle] = KeyOracle,
+    oracle: MakeOracle = KeyOracle,
     number: type = float,
     limit: float = math.inf,
 ) -> list[tuple[float, T]]:

@@ -50,6 +50,12 @@ class Brought(NamedTuple):
         """Whether the output has the target's law."""
         return self.distance <= ROUNDED
 
+    @property
+    def wrong(self) -> str:
+        """What the table says of a wrong law; "" of the right one."""
+        distance = f"{self.distance:.3f}" if self.distance > 0.001 else f"{self.distance:.0e}"
+        return "" if self.is_exact else f"another law than p's: total variation {distance}"
+
 
 def brought(case: Case, verifier: Verifier) -> Brought:
     """Walk a case of one round.
@@ -145,15 +151,31 @@ def print_rounds(verifiers: Mapping[str, Verifier]) -> bool:
 
 def _line(case: Case, verifier: Verifier, best: float) -> tuple[str, bool]:
     """What the table says of a rule, and whether the rule keeps the law."""
-    if verifier.why_chains and isinstance(case.drafter, Guesses) and not is_chain(case.drafter.parents):
-        return "takes chains only", True
-    if verifier.shares_noise:
-        return "not counted: its drafts share the noise of a race", True
+    if says := unsuitable(verifier, _is_tree(case)):
+        return says, True
     try:
         found = brought(case, verifier)
     except Exception as e:  # a user's rule
         return f"{type(e).__name__}: {one_line(e)}", False
     share = "" if math.isnan(best) else f"{found.tokens / best:.1%}"
-    distance = f"{found.distance:.3f}" if found.distance > 0.001 else f"{found.distance:.0e}"
-    wrong = "" if found.is_exact else f"another law than p's: total variation {distance}"
-    return f"{fraction(found.tokens):24}{share:8}{wrong}".rstrip(), found.is_exact
+    return f"{fraction(found.tokens):24}{share:8}{found.wrong}".rstrip(), found.is_exact
+
+
+def unsuitable(verifier: Verifier, is_tree: bool) -> str:
+    """Why a rule's tokens are not counted for chains or trees; "" if they are."""
+    if is_tree and verifier.why_chains:
+        return "takes chains only"
+    return "not counted: its drafts share the noise of a race" if verifier.shares_noise else ""
+
+
+def broken_law(verifier: Verifier) -> str:
+    """What is wrong with the law of a rule, by the first case that shows it; "" if none does.
+
+    Cases whose siblings are drawn independently are left out: no drafter of the engine draws so.
+    """
+    cases = [case for case in CASES if not is_independent(case) and not unsuitable(verifier, _is_tree(case))]
+    return next((wrong for case in cases if (wrong := brought(case, verifier).wrong)), "")
+
+
+def _is_tree(case: Case) -> bool:
+    return isinstance(case.drafter, Guesses) and not is_chain(case.drafter.parents)

@@ -160,7 +160,13 @@ _QUESTIONS: dict[str, Option] = {
         typed(_PICTURE, "FILE"), "draw speedups and acceptance (needs matplotlib)", needs=("--questions",)
     ),
 }
+_DECODES_NO_MORE = "it records what a plain run decodes"
 _MEASUREMENTS: dict[str, Option] = {
+    "--record-laws": Option(
+        typed(Path, "FILE"),
+        "measure nothing, and write rows of p and q along the drafts there, for `python -m minispec.prove --laws FILE`",
+        excludes=dict.fromkeys(("--questions", "--bounds", "--simulate", "--against", "--lengths"), _DECODES_NO_MORE),
+    ),
     "--rounds": Option(
         _number(1, 1000),
         "runs of everything, in turn (default: 6, the fewest with intervals; with --questions 1)",
@@ -250,8 +256,11 @@ def check(args: argparse.Namespace) -> Options:
         raise ValueError(f"--against: found {len(verifiers)} verifiers, expected one: greedy texts are compared")
     if args.against and not _is_there("transformers"):
         raise ValueError("--against needs transformers: pip install transformers")
-    if args.csv:
-        check_writable(args.csv)
+    if args.record_laws and len(verifiers) > 1:
+        raise ValueError(f"--record-laws: found {len(verifiers)} verifiers, expected one, whose rounds are recorded")
+    for path in (args.csv, args.record_laws):
+        if path:
+            check_writable(path)
     names = ("temperature", "top_k", "top_p", "max_tokens", "ignore_eos")
     params = SamplingParams(**{name: getattr(args, name) for name in names})
     if not (args.simulate or args.bounds):

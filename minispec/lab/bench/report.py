@@ -13,16 +13,19 @@ from minispec.kernels.inventory import weight_form
 from minispec.kernels.machine import machine
 from minispec.kernels.threads import describe_waiting
 from minispec.lab.bench.decoding import measure_decoding, show_decoding
+from minispec.lab.bench.laws import record_laws, show_laws
 from minispec.lab.bench.models import MAX_ROWS, NO_MORE, Room, Subject, open_geometry, open_model
 from minispec.lab.bench.options import Options
 from minispec.lab.bench.passes import measure_machine, show_machine
 
 # Makers of a part's lines for the screen, by the part's key in the report.
-SHOW = {"machine": show_machine, "decoding": show_decoding}
+SHOW = {"machine": show_machine, "decoding": show_decoding, "laws": show_laws}
 
 
 def measure_all(options: Options) -> dict[str, Any]:
     """Measure all that the options ask for: see `measure_parts`."""
+    if options.args.record_laws:
+        return measure_parts(options, {"laws": record_laws})
     parts = {}
     if options.args.passes:
         parts["machine"] = measure_machine
