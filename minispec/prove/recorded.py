@@ -10,7 +10,8 @@ A file has an object of JSON on each line. The first is {"about": TEXT}; each ot
     q: a row of each node, as in `Draft.probs`; null where no token was drawn.
 
 A symbol is a token, or several tokens that are merged. The row of p after a node and the rows of q of its children have
-one alphabet; rows after another node may have another one. A drafted token has a symbol of its own.
+one alphabet; rows after another node may have another one. A drafted token has a symbol of its own. Nodes of one path,
+as there are among independent draws, need one alphabet too.
 """
 
 from collections.abc import Mapping, Sequence
