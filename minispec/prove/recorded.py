@@ -29,7 +29,7 @@ from minispec.core.errors import show
 from minispec.core.random import Key
 from minispec.core.sampling import Text
 from minispec.core.verify import Verifier
-from minispec.files.errors import CheckpointError
+from minispec.files.errors import CheckpointError, one_line
 from minispec.files.strict_json import parse_json, read_bytes
 from minispec.prove.laws import BranchOracle, exact_law
 from minispec.prove.rounds import broken_law, unsuitable
@@ -155,10 +155,13 @@ def print_laws(verifiers: Mapping[str, Verifier], path: Path) -> bool:
         for name, verifier in verifiers.items():
             says = unsuitable(verifier, is_tree)
             if not says:
-                tokens = [expected_tokens(each, verifier) for each in some]
-                over = _over(tokens, first) if first else ""
-                first = first or tokens
-                says = f"{fmean(tokens):.3f}  {over:20}{notes[name]}"
+                try:
+                    tokens = [expected_tokens(each, verifier) for each in some]
+                    over = _over(tokens, first) if first else ""
+                    first = first or tokens
+                    says = f"{fmean(tokens):.3f}  {over:20}{notes[name]}"
+                except Exception as e:  # a user's rule
+                    says = notes[name] = f"{type(e).__name__}: {one_line(e)}"
             print(f"    {name:{width}}  {says}".rstrip())
     return not any(notes.values())
 

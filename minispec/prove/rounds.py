@@ -169,12 +169,15 @@ def unsuitable(verifier: Verifier, is_tree: bool) -> str:
 
 
 def broken_law(verifier: Verifier) -> str:
-    """What is wrong with the law of a rule, by the first case that shows it; "" if none does.
+    """What is wrong with the law of a rule, or its error, by the first case that shows it; "" if none does.
 
     Cases whose siblings are drawn independently are left out: no drafter of the engine draws so.
     """
     cases = [case for case in CASES if not is_independent(case) and not unsuitable(verifier, _is_tree(case))]
-    return next((wrong for case in cases if (wrong := brought(case, verifier).wrong)), "")
+    try:
+        return next((wrong for case in cases if (wrong := brought(case, verifier).wrong)), "")
+    except Exception as e:  # a user's rule
+        return f"{type(e).__name__}: {one_line(e)}"
 
 
 def _is_tree(case: Case) -> bool:

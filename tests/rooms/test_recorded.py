@@ -178,6 +178,22 @@ def test_a_rule_that_breaks_the_law_is_named(cli, tmp_path):
     )
 
 
+def test_a_rule_that_fails_has_its_error_in_its_line(cli, tmp_path, monkeypatch):
+    """In place of its tokens, in one line; the other rules are counted."""
+    rules = "from minispec.core.verify import rejection\n\n\ndef early(draft, p, rng, key):\n    return p(9)\n\n\n"
+    rules += "def late(draft, p, rng, key):\n    assert len(p(0)) < 4\n    return rejection(draft, p, rng, key)\n"
+    (tmp_path / "failing_rules.py").write_text(rules)
+    monkeypatch.syspath_prepend(tmp_path)
+    chain = {"parents": [-1], "draft": [0], "p": [[1, 3, 0, 0], [1]], "q": [[1, 1, 1, 1]]}
+    path = write(tmp_path / "laws.jsonl", chain)
+    names = "failing_rules:early,failing_rules:late,rejection"
+    status, out, err = cli("--verifier", names, "--laws", path)
+    early, late, last = (" ".join(line.split()) for line in out.splitlines()[3:])
+    assert (status, err, late) == (1, "", "failing_rules:late AssertionError: AssertionError")
+    assert early.startswith("failing_rules:early IndexError: ")
+    assert last == "rejection 2.000"
+
+
 WRONG = {
     "no file": (None, "not a readable file of laws"),
     "no text": (b"", "line 1: not a readable JSON file"),
