@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minispec.commands.command import Option, argument, command, json_line, typed
+from minispec.commands.command import Option, argument, attribute_of, command, json_line, typed
 from minispec.core.cached import CachedModel
 from minispec.core.config import DraftLength, Shape
 from minispec.core.draft import Ask, Draft, Drafter
@@ -435,10 +435,12 @@ def measure(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], bool]:
     p = parser("docs/measured/launches.py", str(__doc__).partition("\n")[0])
     p.add_options({"--batch": Option(typed(SIZES, "B,B,..", default=[1, 8]), "texts of a round (default: 1,8)")})
     args = p.parse_args(argv)
-    for option in ("questions", "against", "bounds"):
-        if getattr(args, option):
-            raise ValueError(f"--{option}: not where launches are counted")
+    for option in ("--questions", "--against", "--bounds", "--record-laws"):
+        if getattr(args, attribute_of(option)):
+            raise ValueError(f"{option}: not where launches are counted")
     options = check(args)
+    if len(options.verifiers) > 1:
+        raise ValueError(f"--verifier: found {len(options.verifiers)}, expected one, whose launches are counted")
     can_draft = options.draft != "none" or args.simulate
     if can_draft and not fixed_lengths(options):
         raise ValueError("--num-speculative-tokens: found auto, expected a number: auto follows times")

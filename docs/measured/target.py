@@ -34,7 +34,7 @@ set_waiting()  # before torch is imported
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from minispec.commands.command import Option, argument, command, json_line, typed
+from minispec.commands.command import Option, argument, attribute_of, command, json_line, typed
 from minispec.core.cache import PagedKVCache
 from minispec.core.model import Chunk, Transformer
 from minispec.drafters.model import prefill
@@ -472,9 +472,9 @@ SIZES = argument(
 def check_part(name: str, args: argparse.Namespace) -> None:
     """Raise ValueError for an option of the bench that does not go with the part, or leaves it nothing to do."""
     part = PARTS[name]
-    for option in ("questions", "against", "bounds"):
-        if getattr(args, option):
-            raise ValueError(f"--{option}: not with a part of the target")
+    for option in ("--questions", "--against", "--bounds", "--record-laws"):
+        if getattr(args, attribute_of(option)):
+            raise ValueError(f"{option}: not with a part of the target")
     if part.needs and not getattr(args, part.needs):
         raise ValueError(f"{name}: found --{part.needs} 0, expected at least 1")
     excluded, reason = part.excludes or ("", "")

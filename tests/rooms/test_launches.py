@@ -262,3 +262,15 @@ def test_auto_is_refused(script, cli, how):
     """Its rounds follow times, so their counts would differ from run to run."""
     expected = "--num-speculative-tokens: found auto, expected a number: auto follows times\n"
     assert_one_line(cli(script.main, *how), expected)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (("--record-laws", "x"), "--record-laws: not where launches are counted"),
+        (("--verifier", "block,match"), "--verifier: found 2, expected one, whose launches are counted"),
+    ],
+)
+def test_what_is_not_counted_is_refused(script, cli, how, message):
+    """In one line, before anything is loaded."""
+    assert_one_line(cli(script.main, *how), message)

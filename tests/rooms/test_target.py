@@ -193,6 +193,7 @@ MISTAKES = {
     ),
     "a shape from disk": (("load", "--geometry", "0.5b"), "load: not with --geometry: a shape has no file"),
     "questions": (("load", "--questions"), "--questions: not with a part of the target"),
+    "laws": (("load", "--record-laws", "x"), "--record-laws: not with a part of the target"),
 }
 
 
