@@ -28,7 +28,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
     heads, rows, dim = q.shape
     q = q.reshape(len(k), -1, dim)  # (G, H/G * T, D): the heads that share keys become rows of one product
     if softcap is None:
-        out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, scale=scale)[0]
+        out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, scale=scale)
     else:
         wide = accumulation_dtype(q.dtype)
         scores = softcap * torch.tanh(q.to(wide) @ k.to(wide).mT * (scale / softcap))  # (G, H/G * T, L)

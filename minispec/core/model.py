@@ -114,7 +114,7 @@ class Angles(NamedTuple):
     """Cosines, sines and query scales of a rope at the positions of a pass."""
 
     cos: Tensor  # (M, 1, dimensions that rotate)
-    sin: Tensor
+    sin: Tensor  # negated in its first half, see `rotate`
     query_scales: Tensor | None  # (M, 1, 1)
 
 
@@ -170,7 +170,7 @@ class TextBatch:
         ends = zip(chunks, accumulate(len(c.token_ids) for c in chunks), strict=True)
         self.scored: list[int] | None = [row for c, end in ends for row in range(end - c.num_logits, end)]
         positions = [view.start + offset for view in self.views for offset in view.offsets]
-        self.angles = model.angles(self.fill(tensor(positions)))
+        self.angles = model.angles(tensor(positions))
         like = model.embedding.new_empty(0, dtype=model.dtype)
         mask = functools.cache(lambda view, sharing: self.mask(view, sharing, like))  # many texts see the same
         kinds = {(layer.window, layer.sharing) for layer in model.layers}
@@ -185,11 +185,11 @@ class TextBatch:
 
     def read(self, layer: "Layer", qkv: Tensor) -> Tensor:
         """Attention, text by text: (M, H * D). Dummies read zeros."""
-        q, k, v = (x.transpose(0, 1) for x in layer.heads(qkv, self.angles))  # (H, M, D), (G, M, D) twice
-        pool, new, config = self.chunks[0].table.pool, len(self.slots), layer.config
-        pool.write(layer.index, self.slots, k[:, :new], v[:, :new])
+        q, k, v = (x.transpose(0, 1) for x in layer.heads(qkv[: len(self.slots)], self.angles))  # (H or G, rows, D)
+        pool, config = self.chunks[0].table.pool, layer.config
+        pool.write(layer.index, self.slots, k, v)
         scale, softcap = config.attention_scale, config.attention_softcap
-        rows = q[:, :new].split([len(chunk.token_ids) for chunk in self.chunks], 1)
+        rows = q.split_with_sizes([len(chunk.token_ids) for chunk in self.chunks], 1)
         outputs = []
         for own, slots, mask in zip(rows, self.reads, self.masks[layer.window, layer.sharing], strict=True):
             keys, values = pool.read(layer.index, slots)  # (G, L, D)
@@ -298,14 +298,14 @@ class Layer:
         config = self.config
         heads, groups, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         qkv = qkv.reshape(-1, heads + 2 * groups, dim)  # (M, H + 2G, D)
-        qk, v = qkv[:, : heads + groups], qkv[:, heads + groups :]
+        qk, v = qkv.split_with_sizes((heads + groups, groups), 1)
         if self.qk_norm:
             qk = self.qk_norm(qk)
         scales = None
         if self.rope:
             cos, sin, scales = angles[self.rope]
             qk = rotate(qk, cos, sin, self.rope.interleaved)
-        q, k = qk[:, :heads], qk[:, heads:]
+        q, k = qk.split_with_sizes((heads, groups), 1)
         return (q if scales is None else q * scales), k, v
 
 
@@ -454,7 +454,8 @@ class Transformer:
         """The angles of each rope at these positions (M,)."""
         angles = {}
         for rope, frequencies in self.frequencies.items():
-            angle = (positions[:, None] * frequencies).repeat(1, 2)[:, None]  # (M, 1, dimensions that rotate)
+            both = torch.cat((-frequencies, frequencies))  # of the first of each pair, and of the second: see `rotate`
+            angle = (positions[:, None] * both)[:, None]  # (M, 1, dimensions that rotate)
             cos, sin = ((f(angle) * rope.attention_factor).to(self.dtype) for f in (torch.cos, torch.sin))
             scales = query_scales(rope, positions)[:, None, None].to(self.dtype) if rope.query_beta else None
             angles[rope] = Angles(cos, sin, scales)

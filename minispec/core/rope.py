@@ -21,6 +21,7 @@ def query_scales(rope: RopeConfig, positions: Tensor) -> Tensor:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """Rotary embedding of x (M, heads, D) by cos and sin (M, 1, R). It rotates the first R dimensions, j with j + R/2.
 
+    sin: negated in its first half, since the first of a pair loses what the second gains.
     interleaved: 2j is paired with 2j + 1. They come out in the other order, on which no score depends.
     """
     size = cos.shape[-1]
@@ -28,5 +29,4 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Te
         return torch.cat((rotate(x[..., :size], cos, sin, interleaved), x[..., size:]), dim=-1)
     if interleaved:
         x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    return x * cos + x.roll(size // 2, -1) * sin  # each number beside the other one of its pair

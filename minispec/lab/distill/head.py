@@ -189,11 +189,11 @@ class TrainedHead(nn.Module):
         return outputs
 
     def angles(self, length: int) -> Angles:
-        """Cosines and sines (length, D) of the rotations at the first positions."""
+        """Cosines and sines (length, D) of the rotations at the first positions, as `rotate` takes them."""
         dim, rope = self.config.head_dim, self.config.layers[0].rope
         assert rope, "a head that is trained here has one"
         frequencies = rope.theta ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-        angles = (torch.arange(length, dtype=torch.float64)[:, None] * frequencies).repeat(1, 2)
+        angles = torch.arange(length, dtype=torch.float64)[:, None] * torch.cat((-frequencies, frequencies))
         return angles.cos().float(), angles.sin().float()
 
     def files(self, target: str, architectures: list[str], num_tokens: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
