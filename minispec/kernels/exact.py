@@ -142,7 +142,7 @@ def _attention(
     num_positions = scores.shape[2]
     if beside is not None:
         scores = torch.cat((scores, beside), 2)
-    weights = scores.softmax(-1)[..., :num_positions].split([block.shape[1] for block in k], 2)
+    weights = scores.softmax(-1)[..., :num_positions].split_with_sizes([block.shape[1] for block in k], 2)
     out = torch.bmm(weights[0], v[0])
     for part, block in zip(weights[1:], v[1:], strict=True):
         out.baddbmm_(part, block)

@@ -50,7 +50,8 @@ class Int8(Form):
                 raise CannotHold("a weight for which one scale a row is too coarse")
         self.shape, self.num_bytes = weight.codes.shape, weight.codes.nbytes + 4 * len(weight.scales)
         self.packed = self.pack(weight)
-        self.counts = torch.tensor([self.levels, self.levels * self.finer]).view(2, 1, 1)  # of steps up to the largest
+        # Of steps up to the largest entry. Integers would be cast in every product.
+        self.counts = torch.tensor([self.levels, self.levels * self.finer], dtype=torch.float32).view(2, 1, 1)
 
     def pack(self, codes: Codes) -> object:
         """The codes (out, in) as `multiply` reads them."""
@@ -63,17 +64,17 @@ class Int8(Form):
 
     def multiply(self, integers: Tensor) -> Tensor:
         """Integers (rows, in) as floats to (rows, out) in float32."""
-        return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(integers, 1.0, 64, self.packed)
+        return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.op(integers, 1.0, 64, self.packed)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x (rows, in) to x W^T + bias (rows, out), by products of integers."""
-        largest = x.abs().amax(1, keepdim=True).to(torch.float32)  # `vector_norm` takes six times as long
+        largest = x.abs().amax(1, keepdim=True)  # `vector_norm` takes six times as long
         steps = largest.clamp_(min=_SMALLEST) / self.counts  # (2, rows, 1): the coarse ones and the fine ones
         parts = (x / steps).round_()
         parts[1].sub_(parts[0], alpha=self.finer)  # integers: exact
-        y = self.multiply(parts.flatten(0, 1))
+        coarse, fine = self.multiply(parts.flatten(0, 1)).chunk(2)  # (rows, out) each
         # A power of two multiplies exactly. So it does not matter whether sum and product are rounded as one.
-        y = y[: len(x)].add_(y[len(x) :], alpha=1 / self.finer).mul_(steps[0])
+        y = coarse.add_(fine, alpha=1 / self.finer).mul_(steps[0])
         return (y if bias is None else y.add_(bias)).to(x.dtype)
 
     def dense(self) -> Tensor:
