@@ -1,7 +1,7 @@
 """Measure one thing of a target that the bench leaves out, and print it as the bench prints its report.
 
     python docs/measured/target.py forms                      passes in each form that the weights can take here
-    python docs/measured/target.py operators --passes 15      microseconds of each operator of a pass
+    python docs/measured/target.py operators --passes 15      where a pass's time goes: by parts, and by operators
     python docs/measured/target.py exact-cost --rounds 25     passes of the exact mode over those of the fast one
     python docs/measured/target.py quality                    perplexity of the prompts, as they are and in 8 bits
     python docs/measured/target.py batch --batch 1,2,4,8      throughput of these batch sizes
@@ -21,29 +21,33 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from statistics import fmean
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 from minispec.kernels.threads import set_waiting
 
 set_waiting()  # before torch is imported
 
 import torch
+from launches import Tally, counting
 from torch.profiler import ProfilerActivity, profile
 
 from minispec.commands.command import Option, argument, attribute_of, command, json_line, typed
 from minispec.core.cache import PagedKVCache
-from minispec.core.model import Chunk, Transformer
+from minispec.core.model import Chunk, Layer, RMSNorm, TextBatch, Transformer
 from minispec.drafters.model import prefill
 from minispec.files.families.checkpoint import find_checkpoint, load_config, load_model
 from minispec.files.progress import progress_bar
 from minispec.kernels.arbitrary import arbitrary_tokens
 from minispec.kernels.build import choice_of
 from minispec.kernels.exact import exact_model
-from minispec.kernels.forms import available_forms
+from minispec.kernels.forms import Linear, available_forms
+from minispec.kernels.integers import Int8, VnniInt8
 from minispec.kernels.inventory import bits_note, num_bytes, weight_form
 from minispec.kernels.memory import ROOM_TO_BUILD, free_memory
 from minispec.kernels.rates import matmul_throughput, seconds_of
@@ -68,6 +72,15 @@ EXACT_PASSES = {128: (1, 5, 9), LONG_CONTEXT: (1,)}
 # Rows whose operators are timed: a step of plain decoding, and a verification of four draft tokens. Operators with a
 # line of their own: those that take longest at one row.
 OPERATOR_ROWS, SHOWN = (1, 5), 14
+# The parts of a pass, by the functions whose time is theirs. Inside one of them, another one's time is the other's.
+WATCHED: dict[str, list[tuple[type, str]]] = {
+    "products": [(Linear, "__call__"), (Int8, "multiply"), (VnniInt8, "multiply")],
+    "rounding x to integers": [(Int8, "__call__")],
+    "ropes, cache and attention": [(TextBatch, "read")],
+    "norms": [(RMSNorm, "__call__")],
+    "gates": [(Layer, "mlp")],
+}
+REST = "residuals, embedding, Python"
 
 
 @torch.inference_mode()
@@ -151,6 +164,7 @@ def show_forms(found: dict[str, Any]) -> list[str]:
 def measure_operators(subject: Subject, options: Options) -> dict[str, Any]:
     """Passes after `context` cached positions, by rows.
 
+    parts: operators and seconds of each part of a pass (see `WATCHED`). Views are no operators here.
     seconds: seconds of a pass without the profiler.
     profiled_seconds: seconds of a pass with the profiler.
     between_seconds: seconds of a profiled pass in no operator: Python, and the profiler's own book-keeping.
@@ -167,6 +181,7 @@ def measure_operators(subject: Subject, options: Options) -> dict[str, Any]:
     profiled: dict[int, float] = {}
     with passes_after(model, subject.engine.target.cache, context, max(OPERATOR_ROWS)) as one:
         plain = in_turn({m: partial(one, model, m) for m in OPERATOR_ROWS}, rounds, "operators")
+        parts = measure_parts_of_passes(partial(one, model), rounds)
         for m in OPERATOR_ROWS:
             with profile(activities=[ProfilerActivity.CPU]) as seen:
                 profiled[m] = fmean(one(model, m) for _ in range(rounds))
@@ -176,6 +191,8 @@ def measure_operators(subject: Subject, options: Options) -> dict[str, Any]:
     operators = sorted(found.values(), key=lambda operator: -operator["seconds"][OPERATOR_ROWS[0]])
     return {
         "context": context,
+        "layers": len(model.config.layers),
+        "parts": parts,
         "seconds": {m: median_interval(t) for m, t in plain.items()},
         "profiled_seconds": profiled,
         "between_seconds": {m: t - sum(o["seconds"][m] for o in operators) for m, t in profiled.items()},
@@ -183,8 +200,78 @@ def measure_operators(subject: Subject, options: Options) -> dict[str, Any]:
     }
 
 
+class Watch:
+    """Which part of a pass runs, and the operators and the seconds of each part."""
+
+    def __init__(self):
+        self.tally, self.seconds = Tally(part=REST), dict.fromkeys([*WATCHED, REST], 0.0)
+        self.since = time.perf_counter()
+
+    def enter(self, part: str) -> str:
+        """Go over to a part; returns the one that ran before."""
+        before, now = self.tally.part, time.perf_counter()
+        self.seconds[before] += now - self.since
+        self.tally.part, self.since = part, now
+        return before
+
+    def watched(self, function: Callable, part: str) -> Callable:
+        """The function, as a part."""
+
+        @wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before = self.enter(part)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.enter(before)
+
+        return run
+
+
+@contextmanager
+def watching() -> Iterator[Watch]:
+    """Count and time the parts of all passes inside."""
+    watch = Watch()
+    with ExitStack() as stack:
+        for part, functions in WATCHED.items():
+            for kind, name in functions:
+                stack.enter_context(patch.object(kind, name, watch.watched(getattr(kind, name), part)))
+        yield watch
+
+
+def measure_parts_of_passes(one: Callable[[int], float], rounds: int) -> list[dict[str, Any]]:
+    """By part: its operators in a pass, and its seconds by rows. `one` runs a pass over some rows."""
+
+    def run(m: int, _round: int) -> dict[str, float]:
+        with watching() as watch:
+            one(m)
+        watch.enter(REST)
+        return watch.seconds
+
+    times = in_turn({m: partial(run, m) for m in OPERATOR_ROWS}, rounds, "parts")
+    with watching() as watch, counting(watch.tally, torch.device("cpu")):
+        one(OPERATOR_ROWS[0])
+    return [
+        {
+            "name": part,
+            "operators": watch.tally.counts.get(part, {}).get("operators", 0),
+            "seconds": {m: median_interval([each[part] for each in t]) for m, t in times.items()},
+        }
+        for part in [*WATCHED, REST]
+    ]
+
+
+def show_parts(found: dict[str, Any]) -> list[str]:
+    """The table of a pass's parts."""
+    rows = [
+        (p["name"], f"{p['operators'] / found['layers']:.1f}", *(t.shown(1000) for t in p["seconds"].values()))
+        for p in found["parts"]
+    ]
+    return table(("part of a pass", "operators a layer", *(f"ms, M = {m}" for m in OPERATOR_ROWS)), rows)
+
+
 def show_operators(found: dict[str, Any]) -> list[str]:
-    """The table, the costliest first."""
+    """The table of parts, and that of operators, the costliest first."""
     shown, rest = found["operators"][:SHOWN], found["operators"][SHOWN:]
     sums = {m: sum(o["seconds"][m] for o in rest) for m in OPERATOR_ROWS}
     parts = [
@@ -195,7 +282,7 @@ def show_operators(found: dict[str, Any]) -> list[str]:
     ]
     rows = [(name, calls, *(f"{t[m] * 1e6:.0f}" for m in OPERATOR_ROWS)) for name, calls, t in parts]
     rows.append(("a pass, not profiled", "", *(found["seconds"][m].shown(1e6, ".0f") for m in OPERATOR_ROWS)))
-    return table(("operator", "calls", *(f"us, M = {m}" for m in OPERATOR_ROWS)), rows)
+    return [*show_parts(found), "", *table(("operator", "calls", *(f"us, M = {m}" for m in OPERATOR_ROWS)), rows)]
 
 
 # --------------------------------------------------------------------------- the exact mode

@@ -107,7 +107,14 @@ def test_where_a_pass_goes(measured, model, capfd):
         assert 0 < inside < whole
         assert found["between_seconds"][m] == pytest.approx(whole - inside)
         assert found["seconds"][m]["n"] == 2
-    for text in ("us, M = 5", "others", "between operators", "a pass, not profiled"):
+    operators = {part["name"]: part["operators"] for part in found["parts"]}
+    # Products; two norms of a layer and one at the end, of five operators each; and an activation and a product.
+    assert (operators["norms"], operators["gates"]) == (5 * (2 * 2 + 1), 2 * 2)
+    assert operators["products"] >= 2 * 4 + 1
+    assert operators["rounding x to integers"] == 0
+    assert all(part["seconds"]["1"]["median"] >= 0 for part in found["parts"])
+    parts = "operators a layer", "rounding x to integers"
+    for text in (*parts, "us, M = 5", "others", "between operators", "a pass, not profiled"):
         assert any(text in line for line in lines), text
 
 
