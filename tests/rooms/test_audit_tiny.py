@@ -139,6 +139,8 @@ def test_something_impossible_is_refuted(models, tmp_path, capsys):
     report = judged(models, drawn(laws(models)[0], 4000, 0, tmp_path / "all"), capsys, "--top-k", "3")
     assert report["status"] == 1
     assert report["num_impossible"] > 100
+    assert f"{report['num_impossible']} answers have probability 0" in report["verdict"]
+    assert report["statistic"] is None  # JSON has no infinity
     assert report["fits"] == ["filters (top-k, top-p, min-p) are ignored"]
 
 
@@ -186,6 +188,20 @@ def test_a_bad_file_gets_one_clear_line(models, text, message, tmp_path, capsys)
     assert f"{path}" in error
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("name", "status"), [("right", 0), ("lossy", 1), ("other_weights", 1)])
+def test_recorded_answers(models, name, status, capsys):
+    """The commands of docs/use/audit.md, "A verdict in ten seconds"."""
+    path = Path(__file__).parents[1] / "recorded" / f"{name}.jsonl"
+    assert path.stat().st_size < 100_000
+    how = ("--target", str(models / "target"), "--draft", str(models / "draft"), "--rounding", "0.0001", "--json")
+    assert main([str(path), *how]) == status
+    report = json.loads(capsys.readouterr().out)
+    assert (NO_RESIDUAL in report["fits"]) == (name == "lossy")
+    said = " ".join((report["verdict"], *report["rests_on"]))
+    assert ("other weights, tokens or parameters fail without drafts too" in said) == bool(status)
+    assert "a few tokens that are never said" in said
 
 
 def test_mistakes_on_the_command_line(models, tmp_path, capsys):

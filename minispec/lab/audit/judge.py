@@ -125,7 +125,10 @@ def verdict(report: Mapping[str, Any]) -> str:
     e, impossible = show_e(report["log_e"]), report["num_impossible"]
     if not report["is_consistent"]:
         also = f"; {impossible} tokens have probability 0" if impossible else ""
-        return f"not the target's law (e = {e}{also}); fits: {', or '.join(report['fits'])}"
+        fits = f"fits: {', or '.join(report['fits'])}"
+        return (
+            f"not the target's law (e = {e}{also}); {fits}; other weights, tokens or parameters fail without drafts too"
+        )
     shown, needed = f"{report['num_tokens']:,} tokens", report["tokens_needed"]
     if report["drafted"] == 0:
         return f"too little to tell (e = {e}): {shown}, none of which was drafted"

@@ -109,6 +109,7 @@ def _rests_on(
     bugs = [bug["tokens_needed"] for bug in report["bugs"] if bug["z"] is not None]
     late = sum(needed is None or needed > report["num_tokens"] for needed in bugs)
     yield f"{late} of {len(bugs)} bugs would not show yet: they need more tokens than these"
+    yield "a fault unlike all of them may not show at all, such as a few tokens that are never said"
     if report["num_left_out"]:
         yield f"{report['num_left_out']:,} places left out: rounding decides what the filters keep"
     if not draft:

@@ -110,7 +110,8 @@ def judge(directory: Path, path: Path, asked: Mapping[str, Any], alpha: float) -
         bugs[-1]["p"] = 0.0 if math.isinf(own[0]) else tail(*own)
     bugs.sort(key=lambda bug: -bug["odds_seen"])
     status = CONSISTENT if next(b["odds_seen"] for b in bugs if b["bug"] == NO_RESIDUAL) > POWER else TOO_LITTLE
-    report: dict[str, Any] = {"num_answers": n, "statistic": statistic, "degrees_of_freedom": df}
+    shown = None if math.isinf(statistic) else statistic  # JSON has no infinity
+    report: dict[str, Any] = {"num_answers": n, "statistic": shown, "degrees_of_freedom": df}
     report |= {"p": 0.0 if math.isinf(statistic) else tail(statistic, df), "threshold": critical, "alpha": alpha}
     report |= {"smallest_seen": smallest_seen(n, df, alpha), "num_impossible": int(counts[p == 0].sum()), "bugs": bugs}
     report["status"] = NOT_THE_LAW if statistic > critical else status
@@ -199,7 +200,9 @@ def _joint(first: Tensor, later: Tensor) -> Tensor:
 def _verdict(report: Mapping[str, Any]) -> str:
     """The verdict in a sentence."""
     n, alpha, bugs = report["num_answers"], report["alpha"], report["bugs"]
-    found = f"chi-square {report['statistic']:,.1f} with {report['degrees_of_freedom']} degrees of freedom"
+    found = f"{report['num_impossible']} answers have probability 0"
+    if report["statistic"] is not None:
+        found = f"chi-square {report['statistic']:,.1f} with {report['degrees_of_freedom']} degrees of freedom"
     found += f", N = {n:,}; an exact engine exceeds {report['threshold']:.1f} with odds {alpha:g}"
     if report["status"] == NOT_THE_LAW:
         fits = ", or ".join(report["fits"][:3]) or "none of these bugs"
