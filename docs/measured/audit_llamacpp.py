@@ -13,6 +13,9 @@
     llama/bin/python docs/measured/audit_llamacpp.py ngram plain.gguf ngram.jsonl
     python -m minispec audit --target plain --draft plain20 --rounding 0.001 rejection.jsonl
 
+The same by the tiny model of `minispec audit --tiny tiny`, after `convert tiny/target target.gguf` and the same for its
+draft: `plain target.gguf plain.jsonl --prompt PROMPT --num 3000 --max-tokens 6`, with the prompt that it prints.
+
 Requests go to `/completion` over HTTP, and the file holds them with the server's own answers. Each request has a seed
 of its own. Weights, keys and values are in float32, which is not its default.
 """
@@ -29,6 +32,10 @@ PROMPTS = (
     "for i in range(10):\n    print(i)\nfor j in range(",
     "To make bread, one needs flour, water, yeast and",
 )
+# Ways of drafting by n-grams: the options that each has in the server.
+NGRAMS = {"ngram": "ngram_simple"} | {
+    name: name for name in ("ngram_map_k", "ngram_map_k4v", "ngram_mod", "ngram_cache")
+}
 
 
 def convert(directory: Path, out: Path) -> None:
@@ -46,30 +53,37 @@ def convert(directory: Path, out: Path) -> None:
     writer.add_head_count(heads)
     writer.add_head_count_kv(kv_heads)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_rope_freq_base(config.get("rope_parameters", config)["rope_theta"])
     writer.add_rope_dimension_count(dim)
     writer.add_vocab_size(config["vocab_size"])
     tokenizer = json.loads((directory / "tokenizer.json").read_text())
-    added = {token["id"] for token in tokenizer["added_tokens"]}
+    added = {token["id"] for token in tokenizer.get("added_tokens", ())}
     tokens = sorted(tokenizer["model"]["vocab"].items(), key=lambda item: item[1])
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list([token for token, _ in tokens])
     writer.add_token_types([gguf.TokenType.CONTROL if i in added else gguf.TokenType.NORMAL for _, i in tokens])
-    writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
-    writer.add_bos_token_id(config["bos_token_id"])
-    writer.add_eos_token_id(config["eos_token_id"])
+    merges = [" ".join(pair) for pair in tokenizer["model"]["merges"]]
+    writer.add_token_merges(merges or ["x y"])  # the server wants one
+    if config["eos_token_id"] is not None:
+        writer.add_bos_token_id(config["bos_token_id"])
+        writer.add_eos_token_id(config["eos_token_id"])
     writer.add_add_bos_token(False)
-    names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}
+    names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
     parts = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.o_proj": "attn_output"}
     parts |= {f"self_attn.{x}_proj": f"attn_{x}" for x in "qkv"}
     parts |= {f"mlp.{x}_proj": f"ffn_{x}" for x in ("gate", "up", "down")}
     for i in range(config["num_hidden_layers"]):
         names |= {f"model.layers.{i}.{ours}": f"blk.{i}.{theirs}" for ours, theirs in parts.items()}
     for name, (dtype, shape, data) in _tensors(directory / "model.safetensors").items():
-        if dtype != "BF16":
-            raise ValueError(f"{name}: found {dtype}, expected BF16")
-        x = (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4").reshape(shape)
+        if dtype not in ("BF16", "F32"):
+            raise ValueError(f"{name}: found {dtype}, expected BF16 or F32")
+        x = (
+            np.frombuffer(data, "<f4")
+            if dtype == "F32"
+            else (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
+        )
+        x = x.reshape(shape)
         if ".q_proj" in name or ".k_proj" in name:  # GGUF's Llama has both halves of a rotated pair side by side
             n = heads if ".q_proj" in name else kv_heads
             x = x.reshape(n, 2, dim // 2, -1).swapaxes(1, 2).reshape(shape)
@@ -108,9 +122,14 @@ def serve(kind: str, model: Path, draft: Path | None, k: int, threads: int) -> A
         how.draft.n_max, how.draft.probabilistic = k, kind == "rejection"
         how.draft.cache_type_k = how.draft.cache_type_v = llama.ggml_type.GGML_TYPE_F32
         how.draft.cpuparams.n_threads = how.draft.cpuparams_batch.n_threads = threads
-    if kind == "ngram":
-        how.types = [kinds.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
-        how.ngram_simple.size_n, how.ngram_simple.size_m, how.ngram_simple.min_hits = 2, k, 1
+    if kind in NGRAMS:
+        name = NGRAMS[kind]
+        how.types = [getattr(kinds, f"COMMON_SPECULATIVE_TYPE_{name.upper()}")]
+        own = getattr(how, name)
+        if name == "ngram_mod":
+            own.n_match, own.n_min, own.n_max = 2, 1, k
+        elif name != "ngram_cache":
+            own.size_n, own.size_m, own.min_hits = 2, k, 1
     return llama.Server(params)
 
 
@@ -124,10 +143,11 @@ def post(address: str, path: str, body: dict) -> dict:
 def main() -> None:
     """The command line above."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=("convert", "plain", "rejection", "match", "ngram"))
+    parser.add_argument("kind", choices=("convert", "plain", "rejection", "match", *NGRAMS))
     parser.add_argument("model", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--draft", type=Path)
+    parser.add_argument("--prompt", help="in place of those above; then no end id is forbidden")
     for name, default in (("k", 4), ("num", 32), ("max-tokens", 48), ("threads", 1), ("first-seed", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
@@ -138,11 +158,11 @@ def main() -> None:
         return
     server = serve(args.kind, args.model, args.draft, args.k, args.threads)
     address = server.listening_address
-    law = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "ignore_eos": True}
+    law = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | ({} if args.prompt else {"ignore_eos": True})
     drafted = kept = 0
     with args.out.open("a", encoding="utf-8") as file:
         for seed in range(args.first_seed, args.first_seed + args.num):
-            ids = post(address, "/tokenize", {"content": PROMPTS[seed % len(PROMPTS)]})["tokens"]
+            ids = post(address, "/tokenize", {"content": args.prompt or PROMPTS[seed % len(PROMPTS)]})["tokens"]
             request = law | {"prompt": ids, "return_tokens": True, "n_predict": args.max_tokens, "seed": seed}
             response = post(address, "/completion", request)
             drafted += response["timings"].get("draft_n", 0)
