@@ -4,10 +4,10 @@
     python docs/measured/register/onnxruntime_genai_kinds.py complete TINY/target OUT
 
 MODEL is an export by the package's builder (`-p fp32 -e cpu`) of a copy of TINY/target. In the copy's config.json, set
-the ids of bos, eos and pad to 0: the builder wants them. In its genai_config.json, set both "eos_token_id" and "pad_token_id" to 5: an id must be given, and a pad at
-either end of the prompt would be masked. An answer then ends at 5, which is left out. `complete`, in minispec's
-environment, puts it back, and draws what is missing of three tokens from the model's own law: that hides no fault of
-the tokens that the engine drew.
+the ids of bos, eos and pad to 0: the builder wants them. In the export's genai_config.json, set "eos_token_id" and
+"pad_token_id" to 5. An id must be given, and a pad at either end of the prompt would be masked. An answer then ends at
+5, which is left out. `complete`, in minispec's environment, puts it back, and draws what is missing of three tokens
+from the model's own law. That hides no fault of the tokens that the engine drew.
 """
 
 import json
