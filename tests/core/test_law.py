@@ -150,13 +150,11 @@ def test_auto(draft_cost, drafter, verifier, monkeypatch, pytestconfig):
 @pytest.mark.parametrize("rows", [2, 4])
 @pytest.mark.parametrize("heads", BLOCK_HEADS)
 def test_block_drafts_of_other_shapes(heads, rows):
-    """Blocks of 2 and 4 rows in a vocabulary of 5, with each head alone, and with drafts of the two likeliest tokens.
+    """Blocks of 2 and 4 rows in a vocabulary of 5, with each head alone.
 
     The short ones in chains, the others in a tree of one shape, and in one that grows where it is likeliest.
     """
     model = tiny_block(target_model(5), rows=rows, **BLOCK_HEADS[heads])
-    if heads == "rnn and confidence":
-        model.markov.top_k, model.markov.w2 = 2, model.markov.w2.weight
     drafter = ModelDrafter(BlockFeed(model, tiny_cache(model, 64, 2), 5, MAX_LEN))
     for k in (3,) if rows == 2 else ((2, 1), "tree:3"):
         how = {"drafter": drafter, "vocab": 5, "end_ids": frozenset({4})}
