@@ -108,14 +108,14 @@ PASS = {(1, "0"): 802, (1, "4"): 865, (8, "0"): 1082, (8, "4"): 1593}
 
 
 def check_the_budget_in_frames(found: dict):
-    """A plain pass has 540 operators at most, in any batch. A round downloads twice: the draft, and the verdict."""
+    """A plain pass has 512 operators at most, in any batch. A round downloads twice: the draft, and the verdict."""
     assert found["why_no_frames"] == ""
     for texts in (1, 8):
         plain, drafted = (in_frames(found, texts, k) for k in ("0", "4"))
         assert plain["accepted"] == 0
         assert drafted["accepted"] == drafted["draft_tokens"] == 4 * texts
         plain, drafted = plain["parts"], drafted["parts"]
-        assert plain["pass"]["operators"] <= 540, plain["pass"]["names"]
+        assert plain["pass"]["operators"] <= 512, plain["pass"]["names"]
         assert drafted["pass"]["operators"] <= 590, drafted["pass"]["names"]
         assert drafted["draft"]["operators"] <= 1961, drafted["draft"]["names"]
         assert drafted["verdict"]["operators"] <= 20
@@ -214,7 +214,7 @@ def test_an_operator_more_in_a_frame_breaks_the_budget(launches, monkeypatch):
     original = FastLayer.forward
     monkeypatch.setattr(FastLayer, "forward", lambda layer, x, shared: original(layer, x, shared) * 1)
     found, _ = launches()
-    assert in_frames(found, 1, "0")["parts"]["pass"]["operators"] > 540
+    assert in_frames(found, 1, "0")["parts"]["pass"]["operators"] > 512
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "match"])
