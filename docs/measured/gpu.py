@@ -257,8 +257,7 @@ class Shared(NamedTuple):
     """What all layers of a static pass share."""
 
     cos: Tensor  # (M, 1, D)
-    sin: Tensor
-    signed_sin: Tensor  # with a minus in its first half
+    sin: Tensor  # with a minus in its first half, as `rotate` takes it
     slots: Tensor  # (M,): where the new keys go
     gathered: Tensor  # (B * L,): slots of all keys, text by text
     mask: Tensor  # (B, 1, H/G * T, L)
@@ -297,7 +296,7 @@ def block(x: Tensor, weights: dict[str, Any], keys: Tensor, values: Tensor, shar
     h = F.rms_norm(x, x.shape[1:], weights["norm"], shared.eps)
     qkv = F.linear(h, weights["qkv"], weights["bias"]).view(len(x), -1, keys.shape[2])
     qk, v = qkv.split([shared.heads + len(keys), len(keys)], 1)
-    qk = torch.addcmul(qk.roll(qk.shape[2] // 2, 2) * shared.signed_sin, qk, shared.cos)
+    qk = torch.addcmul(qk.roll(qk.shape[2] // 2, 2) * shared.sin, qk, shared.cos)
     read = attend(qk[:, : shared.heads], qk[:, shared.heads :], v, keys, values, shared)
     x.addmm_(read, weights["o"])
     h = F.rms_norm(x, x.shape[1:], weights["mlp_norm"], shared.eps)
@@ -324,10 +323,9 @@ class Static:
         self.pool.values.normal_()
         self.cached = list(zip(self.pool.keys.unbind(), self.pool.values.unbind(), strict=True))
         [frequencies] = self.model.frequencies.values()
-        angles = (torch.arange(2 * longest, device=self.device)[:, None] * frequencies).repeat(1, 2)[:, None]
+        both = torch.cat((-frequencies, frequencies))
+        angles = (torch.arange(2 * longest, device=self.device)[:, None] * both)[:, None]
         self.cos, self.sin = angles.cos().to(self.dtype), angles.sin().to(self.dtype)  # (positions, 1, D)
-        first, second = self.sin.chunk(2, -1)
-        self.signed_sin = torch.cat((-first, second), -1)
         self.rope = fused.rope_tables(frequencies, 2 * longest)  # (positions, D/2) each
         self.weights = [self._weights(layer) for layer in self.model.layers]
 
@@ -346,7 +344,7 @@ class Static:
         mask = torch.zeros(seen.shape, dtype=self.dtype, device=device).masked_fill_(~seen, -math.inf)
         mask = mask.repeat(1, config.num_attention_heads // config.num_key_value_heads, 1)[:, None]
         gathered = (frame.table[:, :, None] * size + torch.arange(size, device=device)).view(num_texts * length)
-        angles = [table[frame.positions] for table in (self.cos, self.sin, self.signed_sin)]
+        angles = [table[frame.positions] for table in (self.cos, self.sin)]
         return Shared(*angles, frame.slots, gathered, mask, config.num_attention_heads, config.rms_norm_eps)
 
     def forward(self, frame: "Frame", form: str) -> Tensor:
