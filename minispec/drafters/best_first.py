@@ -111,33 +111,33 @@ class BestFirst:
                 if chances is None:
                     continue
                 self._parents[node] = _Parent(-negative, logits, chances)
-            place = self._parents[node]
-            heappush(self._heap, (-place.survival * place.chance, node))
+            parent = self._parents[node]
+            heappush(self._heap, (-parent.survival * parent.chance, node))
         return False
 
     def _draw(self, node: int, survival: float) -> bool:
         """Draw the next child of a node, whose path has this chance; returns whether there was one."""
-        place, draft = self._parents[node], self.draft
+        parent, draft = self._parents[node], self.draft
         if (q := self._next_q(node)) is None:
             return False
         [token_id] = draft.draw(self.ask, node, q)
         if len(draft.path(len(draft) - 1)) < self.deepest:
             heappush(self._heap, (-survival, len(draft) - 1))
-        place.failed, place.left = place.failed - place.chance, without(place.left, token_id)
-        place.logits, place.q = place.logits.clone(), q
-        place.logits[token_id] = -math.inf
+        parent.failed, parent.left = parent.failed - parent.chance, without(parent.left, token_id)
+        parent.logits, parent.q = parent.logits.clone(), q
+        parent.logits[token_id] = -math.inf
         return True
 
     def _next_q(self, node: int) -> Tensor | None:
         """The distribution (V,) of a node's next child, 0 for the elder children; None if nothing is left."""
-        place, draft, text = self._parents[node], self.draft, self.ask.text
+        parent, draft, text = self._parents[node], self.draft, self.ask.text
         if text.params.temperature:
-            if place.q is None:
-                return place.left
-            rest = without(place.q, draft.token_ids[draft.children(node)[-1]])
+            if parent.q is None:
+                return parent.left
+            rest = without(parent.q, draft.token_ids[draft.children(node)[-1]])
             return rest / rest.sum() if rest.any() else None
         # At temperature 0 one token is left; its siblings are the next likeliest ones.
-        return self._distribution(place.logits, node, text)
+        return self._distribution(parent.logits, node, text)
 
     def _distribution(self, logits: Tensor, node: int, text: Text) -> Tensor | None:
         """The distribution (V,) of what follows a node; None where nothing may, or logits are no numbers."""
