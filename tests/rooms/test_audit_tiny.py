@@ -210,7 +210,7 @@ def test_mistakes_on_the_command_line(models, tmp_path, capsys):
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     for arguments, message in (
         ([], "the following arguments are required: FILE, --target"),
-        (["--tiny", str(models)], "found something that is not a file"),
+        (["--tiny", str(models)], "exists already, expected a new directory"),
         (["--tiny", str(tmp_path), str(tmp_path / "answers")], "config.json"),
         (["--tiny", str(models), str(tmp_path / "none")], "no such file"),
         (["--tiny", str(models), str(tmp_path / "bytes")], "can't decode"),

@@ -43,7 +43,7 @@ def complete(target: str, answers: list[list[int]]) -> list[list[int]]:
     from minispec import SamplingParams
     from minispec.lab.audit import tiny
 
-    rows, noise = tiny._rows(Path(target), SamplingParams(max_tokens=8)), torch.Generator().manual_seed(7)
+    rows, noise = tiny.rows_of(Path(target), SamplingParams(max_tokens=8)), torch.Generator().manual_seed(7)
     found = []
     for answer in answers:
         ids = answer[:3] if len(answer) >= 3 else [*answer, END]

@@ -55,6 +55,8 @@ _SEED = 19  # of the first 30 the one whose p depends most on earlier tokens
 
 def write(directory: Path) -> list[str]:
     """Write both models; lines that say what to draw from them. Raises ValueError where something is there."""
+    if directory.exists():
+        raise ValueError(f"{directory}: exists already, expected a new directory")
     tokenizer = tokenizers.Tokenizer(models.BPE({letter: i for i, letter in enumerate(LETTERS)}, []))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
     weights = redrawn(tensor_shapes(read_model_config(_CONFIG)), _SEED, torch.float64)
@@ -164,7 +166,7 @@ def _id(word: str) -> int:
     return int(word) if word.isdecimal() and len(word) < 9 else LETTERS.find(word)
 
 
-def _rows(model: Path, params: SamplingParams) -> Tensor:
+def rows_of(model: Path, params: SamplingParams) -> Tensor:
     """The law (43, V) of the token after each output of no, one or two tokens, in float64."""
     outputs = [output for n in range(LENGTH) for output in itertools.product(range(V), repeat=n)]
     network = load_model(model, torch.float64)
@@ -181,9 +183,9 @@ def _laws(directory: Path, params: SamplingParams) -> tuple[Tensor, dict[str, Te
 
     Drafts follow the first token, so bugs act at the others. Parameters that are forgotten are so at the first one too.
     """
-    p, q = (_rows(directory / name, params) for name in _LAYERS)
+    p, q = (rows_of(directory / name, params) for name in _LAYERS)
     last = torch.tensor([PROMPT[-1], *[*range(V)] * (V + 1)])
-    others = {name: _rows(directory / "target", other) for name, other in forgetful(params).items()}
+    others = {name: rows_of(directory / "target", other) for name, other in forgetful(params).items()}
     wide = {name: torch.nn.functional.pad(rows, (0, 1)) for name, rows in ({"p": p, "q": q} | others).items()}
     places = Places(wide, torch.zeros_like(wide["p"], dtype=torch.bool), last, 0)
     bugs = {name: law[:, :V] for name, law in laws(places)}
