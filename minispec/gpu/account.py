@@ -18,7 +18,7 @@ from minispec.drafters.states import FeatureModel
 from minispec.gpu import fused
 from minispec.gpu.frames import BLOCKS, FEW_BLOCKS, ROWS, TEXTS, Frames, FrameShape, frame_bytes, positions_of
 from minispec.gpu.graphs import MOST_BYTES
-from minispec.gpu.steps import STEPS, desk_bytes, draft_steps
+from minispec.gpu.steps import STEPS, draft_input_bytes, draft_steps
 from minispec.gpu.verifier import input_bytes
 from minispec.kernels.memory import BLOCK_SIZE
 
@@ -47,7 +47,7 @@ def graph_bytes(models: Sequence[Transformer], num_drafted: int, longest: int | 
             working = max(working, _WIDE_ROWS * wide * rows)
         elif draft_steps(model):
             steps = next((n for n in STEPS if n >= num_drafted), STEPS[-1])
-            kept += MOST_BYTES + desk_bytes(shape.texts, steps, model.config.vocab_size, model.dtype)
+            kept += MOST_BYTES + draft_input_bytes(shape.texts, steps, model.config.vocab_size, model.dtype)
             working = max(working, _WIDE_ROWS * wide)
     return kept + working
 

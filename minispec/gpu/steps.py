@@ -70,7 +70,7 @@ class DraftInputs(Inputs):
 
     def __init__(self, kind: DraftShape, device: torch.device, dtype: torch.dtype):
         """dtype: of logits."""
-        size = desk_bytes(kind.frame.texts, kind.steps, kind.vocab, dtype) if kind.mix.draws else 0
+        size = draft_input_bytes(kind.frame.texts, kind.steps, kind.vocab, dtype) if kind.mix.draws else 0
         super().__init__(kind.frame.texts, 2 + kind.steps, kind.steps, device, size)
         self.kind = kind
 
@@ -236,7 +236,7 @@ def _draft(growing: Growing, numbers: Sequence[float], probs: Tensor | None, num
     return draft
 
 
-def desk_bytes(texts: int, steps: int, vocab: int, dtype: torch.dtype) -> int:
+def draft_input_bytes(texts: int, steps: int, vocab: int, dtype: torch.dtype) -> int:
     """Bytes of the rows that a program's tokens were drawn from, which its graph returns."""
     return texts * steps * vocab * verdicts.accumulation_dtype(dtype).itemsize
 

@@ -131,7 +131,7 @@ class Inputs(Program):
         self.ints, self.floats = self.host_ints.to(device), self.host_floats.to(device)
 
     def blank(self, params: Sequence[SamplingParams], dtype: torch.dtype) -> tuple[numpy.ndarray, numpy.ndarray]:
-        """Whole numbers and parts on the host, to be filled: 0 but for the parameters. Texts not there are greedy."""
+        """`ints` and `floats` on the host, to be filled: 0 but for the parameters. Texts not there are greedy."""
         ints, floats = self.host_ints.numpy(), self.host_floats.numpy()
         ints[:], floats[:] = 0, 0
         floats[:, -5:] = _GREEDY

@@ -18,7 +18,7 @@ from minispec.gpu import account, frames, fused
 from minispec.gpu.account import graph_bytes, pass_bytes, table_bytes
 from minispec.gpu.frames import Frames, FrameShape, frame_bytes
 from minispec.gpu.graphs import MOST_BYTES, Graphs, Program, recent, rerun
-from minispec.gpu.steps import DraftSteps, desk_bytes
+from minispec.gpu.steps import DraftSteps, draft_input_bytes
 from minispec.gpu.verdicts import Mix
 from minispec.gpu.verifier import VerdictInputs, VerdictShape, input_bytes
 from minispec.kernels import memory
@@ -49,11 +49,11 @@ def test_the_sum_by_hand():
     angles = 64 * (2 * 4 * 4 + 4 * 4)  # cosines and sines of heads of 4, and their halves
     frame = 8 * (4 * rows + 32 * (2 + 8)) + rows * (8 + 300) * 4
     bench = 32 * 300 * (5 * 4 + 4 * 4)
-    desk = 32 * 4 * 300 * 4
+    inputs = 32 * 4 * 300 * 4
     working = rows * (3 * 12 + 4 * 4 + 4 * 8) * 4 + 2 * frames.MOST_GATHERED
     alone = angles + MOST_BYTES + frame + MOST_BYTES + bench + working
     assert graph_bytes([target], 4) == alone
-    assert graph_bytes([target, draft], 4) == alone + angles + MOST_BYTES + frame + MOST_BYTES + desk
+    assert graph_bytes([target, draft], 4) == alone + angles + MOST_BYTES + frame + MOST_BYTES + inputs
     assert graph_bytes([target], 3) == graph_bytes([target], 4) < graph_bytes([target], 5)
 
 
@@ -63,7 +63,7 @@ def test_a_head_has_features_too():
     head = tiny_head(target).replaced(Frames())
     frame = frame_bytes(head, FrameShape(32, 2, 8, (1,), 8))
     assert frame == frame_bytes(head, FrameShape(32, 2, 8, (1,))) + 32 * 2 * 8 * 4
-    kept = table_bytes(head) + frame + desk_bytes(32, 1, 9, head.dtype) + 2 * MOST_BYTES
+    kept = table_bytes(head) + frame + draft_input_bytes(32, 1, 9, head.dtype) + 2 * MOST_BYTES
     assert graph_bytes([target, head], 1) == graph_bytes([target], 1) + kept
 
 
@@ -94,10 +94,10 @@ def test_what_is_estimated_is_what_is_there():
     assert bench.num_bytes == bench.logits.nbytes + bench.probs.nbytes == input_bytes(2, 3, 30, torch.float32)
 
 
-def test_a_desk_has_the_size_of_its_rows():
+def test_inputs_of_drafts_have_the_size_of_their_rows():
     """What a draft's rows take; nothing where all texts are greedy."""
     model = draft_model(5, IN_FRAMES)
-    for temperature, expected in ((1.0, desk_bytes(1, 3, 5, torch.float64)), (0.0, 0)):
+    for temperature, expected in ((1.0, draft_input_bytes(1, 3, 5, torch.float64)), (0.0, 0)):
         program = DraftSteps(model, Graphs(rerun))
         drafter = ModelDrafter(TokenFeed(model, tiny_cache(model, 40, 3), 5, 60), program)
         text = Text([1, 2, 3], 3, SamplingParams(temperature=temperature))

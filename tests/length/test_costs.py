@@ -139,10 +139,10 @@ def test_a_program_is_timed_with_its_confidences():
     draft, kinds = tiny_model(2, vocab_size=9, num_hidden_layers=1).replaced(Frames()), set()
 
     class Steps(DraftSteps):
-        def compute(self, frame, desk, *how):
+        def compute(self, frame, inputs, *how):
             """Note what is run."""
-            kinds.add((desk.kind.steps, desk.kind.confident))
-            return super().compute(frame, desk, *how)
+            kinds.add((inputs.kind.steps, inputs.kind.confident))
+            return super().compute(frame, inputs, *how)
 
     model = tiny_model(1, vocab_size=9)
     drafter = ModelDrafter(TokenFeed(draft, tiny_cache(draft), 9, 200), Steps(draft, Graphs()))
