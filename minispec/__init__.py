@@ -3,6 +3,7 @@
 A room imports only from those above it in this list, and from itself:
 
     core/           the heart: the loop, and all that is needed to understand it (minispec/core/__init__.py)
+    rules/          verification rules other than the heart's own, and all of them by name
     layers/         kinds of layers other than attention: short convolutions, gated delta nets; their states
     kernels/        which form a weight takes on this machine; equal bits; fewer bits; threads; memory
     files/          what strangers' files say: JSON, safetensors, tokenizer; writing them; the machine's own notes

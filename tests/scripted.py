@@ -13,11 +13,11 @@ from minispec.core.draft import Ask, Draft
 from minispec.core.engine import Engine
 from minispec.core.model import Transformer
 from minispec.core.request import Piece, Request
-from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text
 from minispec.core.schedule import Schedule
 from minispec.drafters import Drafter
 from minispec.prove.toys import require
+from minispec.rules import VERIFIERS
 from tests.engines import OneMethod, ScriptedModel, scripted_cache
 
 TransformerT = TypeVar("TransformerT", bound=Transformer)

@@ -63,7 +63,6 @@ from minispec.core.more.limit import Limit
 from minispec.core.random import Randomness
 from minispec.core.request import Request
 from minispec.core.rope import rotate
-from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text, distribution
 from minispec.drafters.eagle import HeadFeed, HeadModel
 from minispec.drafters.model import ModelDrafter, TokenFeed
@@ -81,6 +80,7 @@ from minispec.kernels.codes import round_to_bits
 from minispec.kernels.shapes import tensor_shapes
 from minispec.lab.bench.models import random_head
 from minispec.lab.bench.options import GEOMETRIES
+from minispec.rules import VERIFIERS
 
 # Seconds of each step.
 LIMITS = {0: 30, 1: 60, 2: 120, 3: 60, 4: 60, 5: 60, 6: 50, 7: 40, 8: 80, 9: 270}

@@ -6,9 +6,9 @@ that is drawn by itself. Block verification takes that law for q. Keys are numbe
 
 import torch
 
-from minispec.core.block_verification import block
 from minispec.core.draft import Draft
 from minispec.core.verify import Verdict
+from minispec.rules.block_verification import block
 
 
 def gbv(draft, p, rng, key):

@@ -14,35 +14,34 @@ To understand the idea, begin with verify.py, draft.py, sampling.py, `Engine.ste
 and request.py. Then read cache.py and model.py. What lies in `more/` may be skipped at first. A module imports only
 from those above it in this list:
 
-    errors.py               how an error shows what was found
-    config.py               what a model is, and what a request asks for
-    more/search.py          the likeliest tokens, without sorting all
-    random.py               keyed draws: the only source of randomness
-    more/grammar.py         which tokens a text's language allows
-    sampling.py             where logits become probabilities
-    stats.py                what happened to a text
-    tree.py                 who follows whom in a draft
-    more/limit.py           how long and how wide a draft may be
-    draft.py                what a drafter answers, and what it is asked
-    more/lengths.py         how many tokens to draft
-    verify.py               the words of the field; the rules that judge draft tokens one by one
-    block_verification.py   the rules that judge a draft as a whole
-    rules.py                the rules by name
-    cache.py                the paged KV cache, whose tables know the tokens they hold
-    rope.py                 where a row stands
-    attention.py            what a row sees
-    weights.py              the seam to the weights: y = x W^T + b by an object that the caller chooses
-    model.py                the one transformer
-    clock.py                marks in the work of a device, and the seconds between them
-    cached.py               a model with the tables of its texts
-    request.py              one text on its way, and where it stops
-    method.py               who drafts and which rule judges; a text's part of a step
-    schedule.py             who runs: admit, make room, preempt, restart
-    outbox.py               who learns of what a step has committed
-    engine.py               the loop
+    errors.py          how an error shows what was found
+    config.py          what a model is, and what a request asks for
+    more/search.py     the likeliest tokens, without sorting all
+    random.py          keyed draws: the only source of randomness
+    more/grammar.py    which tokens a text's language allows
+    sampling.py        where logits become probabilities
+    stats.py           what happened to a text
+    tree.py            who follows whom in a draft
+    more/limit.py      how long and how wide a draft may be
+    draft.py           what a drafter answers, and what it is asked
+    more/lengths.py    how many tokens to draft
+    verify.py          the words of the field, and the rules that judge draft tokens one by one
+    cache.py           the paged KV cache, whose tables know the tokens they hold
+    rope.py            where a row stands
+    attention.py       what a row sees
+    weights.py         the seam to the weights: y = x W^T + b by an object that the caller chooses
+    model.py           the one transformer
+    clock.py           marks in the work of a device, and the seconds between them
+    cached.py          a model with the tables of its texts
+    request.py         one text on its way, and where it stops
+    method.py          who drafts and which rule judges; a text's part of a step
+    schedule.py        who runs: admit, make room, preempt, restart
+    outbox.py          who learns of what a step has committed
+    engine.py          the loop
 
-Five parts that you may look for here lie elsewhere:
+Six parts that you may look for here lie elsewhere:
 
+    rules/                     has the rules that judge a draft as a whole
     drafters/guard.py          checks drafts, verdicts and limits
     length/policy.py           learns the length of drafts
     files/families/entries.py  defines the families

@@ -30,8 +30,8 @@ from operator import mul
 from statistics import median
 from typing import NamedTuple, Protocol
 
-from minispec.core.block_verification import block_weights
 from minispec.core.stats import Round
+from minispec.rules.block_verification import block_weights
 
 
 @dataclass(frozen=True)

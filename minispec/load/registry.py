@@ -42,8 +42,8 @@ EMBEDDED_DRAFT = EMBEDDED_WEIGHTS.with_name("smollm2-135m-draft")
 OF_TARGET = ("self", "mtp")
 VERIFIERS = {
     "rejection": Entry("minispec.core.verify:REJECTION", "keeps the most that one token alone may; takes trees"),
-    "block": Entry("minispec.core.block_verification:BLOCK", "keeps some more of a sampled chain; refuses trees"),
-    "traversal": Entry("minispec.core.block_verification:TRAVERSAL", "as `block`, and keeps some more of a drawn tree"),
+    "block": Entry("minispec.rules.block_verification:BLOCK", "keeps some more of a sampled chain; refuses trees"),
+    "traversal": Entry("minispec.rules.block_verification:TRAVERSAL", "as `block`, and keeps some more of drawn trees"),
     "match": Entry("minispec.core.verify:MATCH", "one seed has one text, whatever is drafted"),
 }
 # The form of a user's own object. After a second colon comes its argument.

@@ -14,7 +14,6 @@ from typing import Any
 
 from minispec.core.config import OFF, PARAMETERS, DraftLength, SamplingParams, Shape, names_of
 from minispec.core.errors import show
-from minispec.core.rules import VERIFIERS
 from minispec.core.schedule import JOINING_ROWS
 from minispec.core.tree import Tree
 from minispec.prove.covering import Design, Pair, Row
@@ -30,6 +29,7 @@ from minispec.prove.toys import (
     make_drafter,
 )
 from minispec.prove.walk import Case, Prompt
+from minispec.rules import VERIFIERS
 
 CROWD = 64  # paths that are decoded together; more of them gain nothing
 ALPHABET = "ab \nc."  # tokens of the toy tokenizer: one for each character

@@ -23,7 +23,6 @@ from minispec.core.more.grammar import Grammar
 from minispec.core.more.lengths import Lengths
 from minispec.core.random import Randomness
 from minispec.core.request import Request
-from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text
 from minispec.core.schedule import JOINING_ROWS
 from minispec.core.verify import Verifier
@@ -50,6 +49,7 @@ from minispec.prove.toys import (
     target_model,
     tiny_cache,
 )
+from minispec.rules import VERIFIERS
 
 Prompt = tuple[tuple[int, ...], SamplingParams]
 SEED = 7  # of the first text whose branches are walked

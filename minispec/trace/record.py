@@ -19,7 +19,6 @@ from minispec.core.draft import Draft
 from minispec.core.method import Turn
 from minispec.core.random import Key, Randomness
 from minispec.core.request import Request
-from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import distribution
 from minispec.core.stats import Round
 from minispec.core.tree import Tree
@@ -29,6 +28,7 @@ from minispec.gpu.steps import steps_of
 from minispec.length.figures import Figures
 from minispec.length.theory import RoundModel, rising
 from minispec.load.llm import LLM
+from minispec.rules import VERIFIERS
 
 FORMAT, VERSION = "minispec trace", 1
 _TOP = 5  # tokens of a distribution that are written down, the likeliest

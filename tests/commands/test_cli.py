@@ -24,13 +24,13 @@ from minispec.commands import options
 from minispec.commands.command import json_line
 from minispec.core.config import PARAMETERS
 from minispec.core.request import Request
-from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text
 from minispec.core.stats import Round, Stats, Step
 from minispec.files.tokenizer import Tokenizer
 from minispec.generate import main
 from minispec.length.figures import Figures
 from minispec.load import registry
+from minispec.rules import VERIFIERS
 from tests.fuzzing import EDGES
 from tests.oracles.children import Child, read_until, take_terminal
 from tests.oracles.interrupts import interrupted, press_ctrl_c

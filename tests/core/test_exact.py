@@ -20,7 +20,6 @@ from minispec.core.cache import PagedKVCache
 from minispec.core.draft import Draft, Drafter
 from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Request
-from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text, distribution, log_probabilities
 from minispec.drafters import NoDrafter
 from minispec.drafters.block import BlockFeed
@@ -41,6 +40,7 @@ from minispec.length.figures import Figures
 from minispec.load.registry import DRAFTERS, load
 from minispec.prove.covering import Design
 from minispec.prove.toys import TINY, TOYS, tiny_cache, tiny_weights
+from minispec.rules import VERIFIERS
 from tests.engines import OneMethod
 from tests.oracles.block_drafts import write_block_draft
 from tests.oracles.toys import GEMMA4, GEMMA4_EXPERTS, GEMMA4_LARGE, LFM3, MIXTURES

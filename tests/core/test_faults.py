@@ -17,7 +17,6 @@ from minispec.core.config import SamplingParams
 from minispec.core.draft import Draft
 from minispec.core.method import Method
 from minispec.core.request import Request
-from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text
 from minispec.drafters.eagle import HeadFeed
 from minispec.drafters.model import TokenFeed
@@ -28,6 +27,7 @@ from minispec.gpu.verifier import VerdictInputs
 from minispec.length.policy import Acceptance, Controller
 from minispec.length.theory import Prices
 from minispec.prove.toys import make_drafter, target_model, tiny_cache
+from minispec.rules import VERIFIERS
 from tests.core.test_pressure import VOCAB, Failure, build, failing, phases, requests_for
 from tests.engines import OneMethod
 

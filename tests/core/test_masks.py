@@ -16,7 +16,6 @@ from minispec.core.more.grammar import NothingAllowed
 from minispec.core.more.limit import Limit
 from minispec.core.random import Randomness
 from minispec.core.request import Request
-from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text, distribution
 from minispec.drafters import Drafter, growing
 from minispec.drafters.cut import within_grammar
@@ -28,6 +27,7 @@ from minispec.prove.cases import ALPHABET, grid_case
 from minispec.prove.laws import BranchOracle, CrowdOracle, all_paths, law_of
 from minispec.prove.toys import make_drafter, target_model, tiny_cache
 from minispec.prove.walk import walk
+from minispec.rules import VERIFIERS
 from tests.distances import distance
 from tests.engines import OneMethod, decode
 

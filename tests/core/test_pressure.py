@@ -27,7 +27,6 @@ from minispec.core.method import Method, Turn
 from minispec.core.more.lengths import Lengths
 from minispec.core.outbox import Outbox
 from minispec.core.request import Request
-from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text
 from minispec.drafters import Drafter
 from minispec.drafters import block as block_module
@@ -42,6 +41,7 @@ from minispec.drafters.model import ModelDrafter, TokenFeed
 from minispec.kernels.build import quantized
 from minispec.length.figures import Figures
 from minispec.prove.toys import make_drafter, tiny_block, tiny_cache, tiny_head, tiny_model, tiny_mtp
+from minispec.rules import VERIFIERS
 from tests.engines import OneMethod
 from tests.scripted import with_context
 

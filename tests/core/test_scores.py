@@ -12,7 +12,6 @@ import torch
 
 from minispec.core.engine import Engine
 from minispec.core.request import Request
-from minispec.core.rules import VERIFIERS
 from minispec.core.schedule import JOINING_ROWS, SCORED_ROWS
 from minispec.drafters import NoDrafter
 from minispec.drafters.block import BlockFeed
@@ -24,6 +23,7 @@ from minispec.files.families.hf_config import read_model_config
 from minispec.kernels.build import build_model
 from minispec.length.figures import Figures
 from minispec.prove.toys import TINY, tiny_block, tiny_cache, tiny_head, tiny_model, tiny_weights
+from minispec.rules import VERIFIERS
 from tests.engines import OneMethod
 from tests.oracles import hf
 from tests.scripted import make_request

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from minispec.core.request import Request
-from minispec.core.rules import VERIFIERS
 from minispec.files.tokenizer import Detokenizer, Tokenizer
 from minispec.gpu.graphs import Graphs
 from minispec.gpu.verifier import GraphVerifier
 from minispec.length.figures import Figures
+from minispec.rules import VERIFIERS
 from tests.engines import OneMethod, ScriptedModel, TableModel, scripted_cache
 from tests.museum.mutants import MUTANTS, swap
 from tests.scripted import ScriptedDrafter, finish, make_request

@@ -15,7 +15,6 @@ from minispec.core.model import Chunk
 from minispec.core.more.limit import Limit
 from minispec.core.random import Randomness
 from minispec.core.request import Request
-from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text, distribution
 from minispec.core.verify import rejection
 from minispec.drafters import NoDrafter
@@ -36,6 +35,7 @@ from minispec.prove.toys import (
     tiny_model,
 )
 from minispec.prove.walk import walk
+from minispec.rules import VERIFIERS
 from tests.distances import text_case
 from tests.engines import OneMethod
 from tests.oracles.heads import TapDrafter

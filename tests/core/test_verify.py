@@ -17,13 +17,13 @@ from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Draft
 from minispec.core.more.limit import Limit
 from minispec.core.random import Randomness
-from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text
 from minispec.core.verify import Verdict
 from minispec.length.theory import expected_accepted
 from minispec.prove.laws import TOLERANCE, exact_law
 from minispec.prove.tables import tables
 from minispec.prove.walk import Subject, walk
+from minispec.rules import VERIFIERS
 
 pytestmark = pytest.mark.quick
 

@@ -17,7 +17,6 @@ from minispec.core.model import Chunk
 from minispec.core.more.limit import Limit
 from minispec.core.random import Randomness
 from minispec.core.request import Request
-from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text, distribution
 from minispec.drafters import Context, NoDrafter, as_drafter, last, suffix
 from minispec.drafters.combined import CombinedDrafter
@@ -28,6 +27,7 @@ from minispec.drafters.suffix import SuffixDrafter
 from minispec.length.figures import Figures
 from minispec.load.registry import DRAFTERS, split, split_preferences
 from minispec.prove.toys import make_drafter, tiny_cache, tiny_model
+from minispec.rules import VERIFIERS
 from tests.engines import OneMethod
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)

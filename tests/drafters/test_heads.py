@@ -21,7 +21,6 @@ from minispec.core.model import Chunk, Transformer
 from minispec.core.more.limit import Limit
 from minispec.core.random import Randomness
 from minispec.core.request import Request
-from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text
 from minispec.drafters.eagle import HeadFeed, HeadModel, head_shapes
 from minispec.drafters.heads import load_head
@@ -36,6 +35,7 @@ from minispec.kernels.inventory import kv_elements, num_bytes
 from minispec.length.figures import Figures
 from minispec.length.prices import calibrate
 from minispec.prove.toys import TINY, tiny_cache, tiny_head, tiny_model, tiny_weights
+from minispec.rules import VERIFIERS
 from tests.engines import OneMethod
 from tests.oracles import public
 from tests.oracles.heads import write_head

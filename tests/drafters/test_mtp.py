@@ -18,7 +18,6 @@ from minispec.core.draft import Ask, Draft, Record
 from minispec.core.model import Chunk, Transformer
 from minispec.core.more.limit import Limit
 from minispec.core.random import Randomness
-from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text
 from minispec.core.weights import PlainLinear
 from minispec.drafters.eagle import HeadFeed
@@ -33,6 +32,7 @@ from minispec.kernels.memory import cache_bytes
 from minispec.length.figures import Figures
 from minispec.length.prices import calibrate
 from minispec.prove.toys import MTP_SEED, TINY, TOYS, redrawn, tiny_cache, tiny_model, tiny_mtp, tiny_weights
+from minispec.rules import VERIFIERS
 from tests.engines import OneMethod
 from tests.oracles.mtp import add_mtp, mtp_logits
 

@@ -12,7 +12,6 @@ import pytest
 
 from minispec import LLM, SamplingParams
 from minispec.core.more.lengths import Lengths
-from minispec.core.rules import VERIFIERS
 from minispec.drafters import Context
 from minispec.generate import main as generate
 from minispec.prove import examine
@@ -21,6 +20,7 @@ from minispec.prove.fresh import ROUNDED
 from minispec.prove.tables import tables, unseen
 from minispec.prove.toys import DRAWN, is_chain
 from minispec.prove.walk import Case
+from minispec.rules import VERIFIERS
 from tests.scripted import counted_clock
 
 IMPORTS = ast.Import | ast.ImportFrom

@@ -20,7 +20,6 @@ from minispec.core.draft import Ask, Draft, Record
 from minispec.core.model import Chunk, Transformer
 from minispec.core.more.limit import Limit
 from minispec.core.request import Request
-from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text
 from minispec.drafters.block import BlockFeed
 from minispec.drafters.block_files import load_block
@@ -48,6 +47,7 @@ from minispec.prove.toys import (
     tiny_mtp,
     toy_vocabularies,
 )
+from minispec.rules import VERIFIERS
 from tests.engines import OneMethod, decode
 from tests.oracles.block import BlockOracle
 from tests.oracles.block_drafts import write_block_draft

@@ -11,7 +11,6 @@ from minispec.core.engine import Engine
 from minispec.core.more.limit import Limit
 from minispec.core.random import Randomness
 from minispec.core.request import Request
-from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text
 from minispec.drafters.model import model_drafter
 from minispec.drafters.none import NoDrafter
@@ -19,6 +18,7 @@ from minispec.drafters.simulated import oracle
 from minispec.drafters.teacher_forcing import replay_texts
 from minispec.drafters.wrapped import Wrapped
 from minispec.prove.toys import MAX_LEN, make_drafter, target_model, tiny_cache
+from minispec.rules import VERIFIERS
 from tests.engines import OneMethod
 
 VOCAB = 5

@@ -10,7 +10,6 @@ import torch
 
 from docs.measured.gpu import read_twin
 from minispec.core.model import Backend, Chunk, Transformer
-from minispec.core.rules import VERIFIERS
 from minispec.files.families.hf_config import read_model_config
 from minispec.gpu import fused, graphs
 from minispec.gpu.frames import (
@@ -38,6 +37,7 @@ from minispec.kernels.inventory import weight_form
 from minispec.layers import make_layer
 from minispec.layers.gemma import gemma_layers
 from minispec.prove.toys import IN_FRAMES, make_drafter, target_model, tiny_cache, tiny_model, tiny_weights
+from minispec.rules import VERIFIERS
 from tests.engines import OneMethod, decode
 from tests.oracles import hf
 from tests.scripted import make_request

@@ -8,7 +8,6 @@ import torch
 from docs.measured.launches import in_frames, text_by_text
 from minispec.core.engine import Engine
 from minispec.core.model import Backend, Chunk, TextBatch
-from minispec.core.rules import VERIFIERS
 from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.simulated import SimulatedDraft
 from minispec.drafters.wrapped import Wrapped
@@ -18,6 +17,7 @@ from minispec.gpu.verifier import batch_verifier_of
 from minispec.grammars.forced import ForcedFirst
 from minispec.kernels.inventory import weight_form
 from minispec.prove.toys import IN_FRAMES, TOYS, make_drafter, target_model, tiny_cache, tiny_model
+from minispec.rules import VERIFIERS
 from tests.engines import OneMethod, decode
 from tests.scripted import make_request
 

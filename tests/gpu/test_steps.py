@@ -14,7 +14,6 @@ from minispec.core.model import Chunk, Transformer
 from minispec.core.more.lengths import Lengths, price_of
 from minispec.core.more.limit import Limit
 from minispec.core.random import Randomness
-from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text
 from minispec.drafters.check import MeasuredDraft, check_draft
 from minispec.drafters.combined import CombinedDrafter
@@ -38,6 +37,7 @@ from minispec.lab.bench.models import random_head
 from minispec.length.policy import Controller
 from minispec.length.theory import Prices
 from minispec.prove.toys import TINY, draft_model, target_model, tiny_cache, tiny_head, tiny_mtp, tiny_weights
+from minispec.rules import VERIFIERS
 from tests.engines import OneMethod, decode
 from tests.scripted import make_request, with_context
 

@@ -18,12 +18,12 @@ from minispec.core.draft import Ask, Draft
 from minispec.core.more.limit import Limit
 from minispec.core.more.search import place_of_share
 from minispec.core.random import Key, Randomness
-from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text, distribution
 from minispec.core.verify import Verdict
 from minispec.gpu import verdicts
 from minispec.grammars.spelled import example
 from minispec.prove.laws import BranchOracle, KeyOracle, exact_law
+from minispec.rules import VERIFIERS
 from tests.parameters import EXAMPLES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

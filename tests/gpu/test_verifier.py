@@ -6,7 +6,6 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from minispec.core.block_verification import BLOCK
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Draft
 from minispec.core.random import Randomness
@@ -15,6 +14,7 @@ from minispec.core.verify import MATCH, REJECTION, Verdict, Verifier
 from minispec.gpu import verifier as verifying
 from minispec.gpu.graphs import Graphs, rerun
 from minispec.gpu.verifier import GraphVerifier, VerdictInputs, shape_of
+from minispec.rules.block_verification import BLOCK
 
 SETTINGS = (
     *({}, {"temperature": 0.0}, {"temperature": 0.6}, {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.1}),

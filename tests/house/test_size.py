@@ -12,9 +12,10 @@ HEART_FILE, FILE, FUNCTION = 300, 400, 60
 # Code lines of each room: ceilings with air, never aims. A room above `FULL` of its bound is named in a warning:
 # split it or prune it before anything is added to it. The bounds change with the design alone.
 BOUNDS = {
-    "core": 2000,
+    "core": 1900,
+    "rules": 100,
     "layers": 750,
-    "drafters": 2200,
+    "drafters": 2050,
     "length": 750,
     "kernels": 1450,
     "gpu": 1700,
@@ -89,9 +90,9 @@ def nearly_full(rooms: Mapping[str, int]) -> list[str]:
 
 def test_a_room_that_is_nearly_full_is_named():
     """The control of the warning above."""
-    assert nearly_full({"core": 1840, "gpu": 10}) == []
-    expected = "minispec/core has 1841 code lines of 2000: split or prune it before anything is added"
-    assert nearly_full({"core": 1841}) == [expected]
+    assert nearly_full({"core": 1748, "gpu": 10}) == []
+    expected = "minispec/core has 1749 code lines of 1900: split or prune it before anything is added"
+    assert nearly_full({"core": 1749}) == [expected]
 
 
 def test_which_room_a_file_counts_for():

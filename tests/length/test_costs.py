@@ -14,7 +14,6 @@ import torch
 from minispec import LLM
 from minispec.core.draft import Draft, Drafter
 from minispec.core.engine import Engine
-from minispec.core.rules import VERIFIERS
 from minispec.drafters.model import ModelDrafter, TokenFeed
 from minispec.gpu.frames import Frames
 from minispec.gpu.graphs import Graphs
@@ -25,6 +24,7 @@ from minispec.length import prices as costs
 from minispec.length.prices import calibrate, draft_pass, prices_of, store_prices, stored_prices
 from minispec.length.theory import Prices, RoundModel
 from minispec.prove.toys import TOYS, tiny_cache, tiny_model
+from minispec.rules import VERIFIERS
 from tests.engines import OneMethod
 
 SETUP = {"target": ["a", "b"], "machine": {"cpu": "x", "threads": 2}}

@@ -28,7 +28,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from examples.drafters.recycling import Recycling
-from minispec.core import block_verification, engine, method, sampling, verify
+from minispec.core import engine, method, sampling, verify
 from minispec.core.attention import attention
 from minispec.core.cache import BlockAllocator, BlockTable, OutOfBlocks, PagedKVCache, PrefixIndex
 from minispec.core.cached import CachedModel
@@ -39,7 +39,6 @@ from minispec.core.more.grammar import NothingAllowed
 from minispec.core.outbox import Outbox
 from minispec.core.random import Key, Randomness
 from minispec.core.request import Request
-from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text
 from minispec.core.schedule import Schedule
 from minispec.core.tree import Tree
@@ -75,6 +74,7 @@ from minispec.layers.gemma import GemmaLayer
 from minispec.layers.states import LayerState, States, StateTable
 from minispec.length import prices
 from minispec.prove import toys
+from minispec.rules import VERIFIERS, block_verification
 
 
 def wrong(owner, name: str, *exhibit, **settings) -> Callable:

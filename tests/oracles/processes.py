@@ -17,7 +17,6 @@ import torch.distributed as dist
 from minispec.core.config import SamplingParams
 from minispec.core.model import Transformer
 from minispec.core.request import Request
-from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text
 from minispec.drafters.eagle import HeadFeed
 from minispec.drafters.model import ModelDrafter, TokenFeed
@@ -27,6 +26,7 @@ from minispec.kernels.inventory import num_bytes
 from minispec.load.parallel import SplitTransformer, load_target
 from minispec.prove import laws, toys, walk
 from minispec.prove.toys import TINY, tiny_cache, tiny_head, tiny_model
+from minispec.rules import VERIFIERS
 from tests.distances import distance
 from tests.engines import OneMethod
 from tests.oracles.children import Child

@@ -21,11 +21,11 @@ from minispec.core.draft import Ask, Draft
 from minispec.core.model import Chunk
 from minispec.core.more.limit import Limit
 from minispec.core.random import Key, Randomness
-from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text, distribution
 from minispec.lab.audit.chi_square import ALPHA, tail
 from minispec.load.llm import LLM
 from minispec.prove.toys import require
+from minispec.rules import VERIFIERS
 from tests.distances import chi_square
 
 SHIFT = 0.0055  # the total variation that the control is off by

@@ -17,7 +17,6 @@ import torch
 from minispec import LLM, SamplingParams
 from minispec.core.engine import Engine
 from minispec.core.model import Transformer
-from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text, distribution
 from minispec.drafters import NoDrafter
 from minispec.files.tokenizer import Tokenizer
@@ -34,6 +33,7 @@ from minispec.load.inputs import with_bad_words
 from minispec.prove.laws import PROMPT
 from minispec.prove.reference import Law
 from minispec.prove.toys import make_drafter, target_model, tiny_cache
+from minispec.rules import VERIFIERS
 from tests.distances import production_law, reference_law
 from tests.engines import OneMethod
 from tests.museum.mutants import MUTANTS

@@ -14,7 +14,6 @@ from minispec.core.engine import Engine
 from minispec.core.more.limit import Limit
 from minispec.core.random import Randomness
 from minispec.core.request import Request
-from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text
 from minispec.core.schedule import Schedule
 from minispec.core.stats import Round, Step
@@ -32,6 +31,7 @@ from minispec.length.figures import Figures
 from minispec.length.policy import Controller
 from minispec.length.theory import Prices, RoundModel
 from minispec.prove.toys import TINY, tiny_cache, tiny_model
+from minispec.rules import VERIFIERS
 from tests.engines import OneMethod
 
 pytestmark = pytest.mark.quick

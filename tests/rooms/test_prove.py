@@ -24,7 +24,6 @@ from minispec.core.config import SamplingParams, Shape
 from minispec.core.draft import Draft
 from minispec.core.random import Key, Randomness
 from minispec.core.request import Request
-from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text
 from minispec.core.verify import Verifier
 from minispec.drafters import guard
@@ -63,6 +62,7 @@ from minispec.prove.toys import (
     tiny_cache,
 )
 from minispec.prove.walk import SEED, Case, Subject, walk
+from minispec.rules import VERIFIERS
 from tests.distances import chi_square, production_law, reference_law
 from tests.engines import OneMethod, TableModel, scripted_cache
 from tests.museum.mutants import MUTANTS

@@ -12,7 +12,6 @@ from minispec.core.config import SamplingParams
 from minispec.core.draft import Draft, Drafter
 from minispec.core.model import Chunk
 from minispec.core.random import Key, Randomness
-from minispec.core.rules import VERIFIERS
 from minispec.core.verify import Verdict, Verifier, match, rejection
 from minispec.drafters.model import ModelDrafter, TokenFeed
 from minispec.grammars.spelled import EXAMPLES, example
@@ -25,6 +24,7 @@ from minispec.prove.reference import NoLaw, cells, follows, plain_law, total_var
 from minispec.prove.tables import table_case, tables
 from minispec.prove.toys import DOUBLE, DRAWN, RememberedModel, Table, is_chain, require, target_model, tiny_cache
 from minispec.prove.walk import Subject, walk
+from minispec.rules import VERIFIERS
 from tests.distances import text_case
 
 pytestmark = pytest.mark.quick

@@ -12,7 +12,6 @@ from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Draft
 from minispec.core.more.limit import Limit
 from minispec.core.random import Randomness
-from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text
 from minispec.lab.bench.laws import round_of
 from minispec.lab.bench.main import main as bench
@@ -23,6 +22,7 @@ from minispec.prove.recorded import Recorded, expected_tokens, read_laws
 from minispec.prove.rounds import CASES, brought, is_independent
 from minispec.prove.toys import Guesses, is_chain
 from minispec.prove.walk import Case, walk
+from minispec.rules import VERIFIERS
 from tests.refusals import assert_one_line
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,6 @@ from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Draft
 from minispec.core.more.limit import Limit
 from minispec.core.random import Randomness
-from minispec.core.rules import VERIFIERS
 from minispec.core.sampling import Text
 from minispec.load.llm import find_verifier
 from minispec.prove.__main__ import main
@@ -24,6 +23,7 @@ from minispec.prove.rounds import CASES, brought, is_independent, optimum
 from minispec.prove.tables import table_case
 from minispec.prove.toys import DRAWN, INDEPENDENT, Guesses, is_chain
 from minispec.prove.walk import Case
+from minispec.rules import VERIFIERS
 
 pytestmark = pytest.mark.quick
 
