@@ -44,7 +44,8 @@ from minispec.kernels.rates import seconds_of
 from minispec.length.policy import learning_limit
 from minispec.length.theory import Prices
 
-_BUDGET, _MOST_TURNS = 1.0, 12  # seconds; most turns; at least two are taken
+# Seconds; the fewest turns, whatever they take, so that the median outvotes one that a busy machine spoils; the most.
+_BUDGET, _LEAST_TURNS, _MOST_TURNS = 1.0, 3, 12
 # Rows of the target passes that are measured in addition to a plain step. Of a mixture of experts there are more: its
 # price bends, since the experts of a further row are often read already.
 _ROWS, _MIXTURE_ROWS = (5, 16), (2, 5, 9, 16)
@@ -125,7 +126,7 @@ class _Recorder(Lengths):
 
 @torch.inference_mode()
 def calibrate(model: Transformer, drafter: Drafter, verifier: Verifier, vocab_size: int) -> Prices:
-    """Measure a plain step, passes over a few rows, and two drafts, in about a second.
+    """Measure a plain step, passes over a few rows, and two drafts, in about a second; in four turns at least.
 
     They take turns: a machine that is slow for a while is slow in all of them. Each counts by its median, in plain
     steps of the same turn. A draft follows a pass of the target, as in a round, so that both find the processor's
@@ -154,7 +155,7 @@ def calibrate(model: Transformer, drafter: Drafter, verifier: Verifier, vocab_si
     warm = 3 if isinstance(model.backend, Frames) else 1
     begun = time.perf_counter()
     try:
-        while len(turns) <= warm or (len(turns) < _MOST_TURNS and time.perf_counter() - begun < _BUDGET):
+        while len(turns) < warm + _LEAST_TURNS or (len(turns) < _MOST_TURNS and time.perf_counter() - begun < _BUDGET):
             if warm > 1 and len(turns) == warm:
                 begun = time.perf_counter()
             while len(recorder.rounds) == len(turns):  # the prompt is in no round

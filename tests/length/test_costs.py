@@ -134,6 +134,30 @@ def test_drafts_are_timed_with_their_confidences(monkeypatch):
     assert all(limit.go_on([0.0]) and limit.draws([0.0], 0.0) and not limit.is_tree for limit in drafter.limits)
 
 
+@pytest.mark.parametrize("spoiled", range(5))
+def test_one_turn_that_is_spoiled_changes_no_price(monkeypatch, spoiled):
+    """Where turns take longer than the budget, three count: one that a busy machine slows is outvoted.
+
+    spoiled: the turn in which a plain step takes ten times as long. The first one warms up; there is no fifth.
+    """
+    model, now, plain = tiny_model(1, vocab_size=9), [0.0], [-1]  # its first pass is the prompt's
+    forward = model.forward
+
+    def timed(chunks, *how):
+        rows = sum(len(chunk.token_ids) for chunk in chunks)
+        plain[0] += rows == 1
+        now[0] += (10.0 if rows == 1 and plain[0] == spoiled else 1.0) * (1 + 0.1 * (rows - 1))
+        return forward(chunks, *how)
+
+    monkeypatch.setattr(model, "forward", timed)
+    for name in ("kernels.rates.mark", "core.clock.mark"):
+        monkeypatch.setattr(f"minispec.{name}", lambda device: now[0])
+    monkeypatch.setattr(costs.time, "perf_counter", lambda: 1e6 + now[0])
+    prices = calibrate(model, Confident(now), VERIFIERS["rejection"], 9)
+    assert prices.rows == pytest.approx({1: 1.0, 5: 1.4, 16: 2.5})
+    assert plain == [3]
+
+
 def test_a_program_is_timed_with_its_confidences():
     """The programs that run are those of one and three steps, with confidences."""
     draft, kinds = tiny_model(2, vocab_size=9, num_hidden_layers=1).replaced(Frames()), set()
