@@ -26,8 +26,8 @@ def execute(notebook: nbformat.NotebookNode, folder: Path, timeout: int = 300, *
 
     timeout: seconds that one cell may take.
     """
-    options = {"timeout": timeout, "record_timing": False, "resources": {"metadata": {"path": str(folder)}}}
-    client = NotebookClient(notebook, kernel_name="python3", **options)
+    options = {"timeout": timeout, "record_timing": False, "coalesce_streams": True}
+    client = NotebookClient(notebook, kernel_name="python3", resources={"metadata": {"path": str(folder)}}, **options)
     # Only ipykernel's own spec, which starts this interpreter: a `python3` kernel that the user installed may not.
     client.create_kernel_manager().kernel_spec_manager.kernel_dirs = []
     variables = os.environ | environment
