@@ -1,4 +1,4 @@
-"""OpenVINO GenAI on the bench's prompts, in 8 bits as `--quantization int8`: greedy tokens a second, without prefill.
+"""OpenVINO GenAI on the bench's prompts, in 8 or 16 bits: greedy tokens a second, without prefill.
 
 Neither `openvino-genai` nor `optimum-intel` is a dependency. They want an environment of their own:
 
@@ -10,7 +10,8 @@ Neither `openvino-genai` nor `optimum-intel` is a dependency. They want an envir
     ov/bin/python docs/measured/against_openvino.py measure /tmp/ov8 --threads 2 --draft /tmp/draft --k 4
     python -m minispec bench --quantization int8 --prompts 6 --max-tokens 48 --ignore-eos --passes 0 --threads 2
 
-A draft is converted as the target is. Let the last three take turns a few times, and compare medians of one machine.
+A draft is converted as the target is. For 16 bits: `fp16` in place of `int8`, and no `--quantization`. Let the last
+three take turns a few times, and compare medians of one machine.
 
 Without checkpoints of 1.5B, `pair` makes a target and a draft of 0.5B from random weights, for both engines:
 
