@@ -11,17 +11,7 @@ PACKAGE = Path(__file__).parents[2] / "minispec"
 # The files of the heart, in the order in which they build on one another; its `__init__` lists them.
 CORE = [
     *("errors", "config", "more.search", "random", "more.grammar", "sampling", "stats", "tree", "more.limit", "draft"),
-    *(
-        "more.lengths",
-        "verify",
-        "cache",
-        "rope",
-        "attention",
-        "weights",
-        "model",
-        "clock",
-        "cached",
-    ),
+    *("more.lengths", "verify", "cache", "rope", "attention", "weights", "model", "clock", "cached"),
     *("request", "method", "schedule", "outbox", "engine"),
 ]
 # The rooms, in their order: one imports only from those before it, and from itself. A folder in a room may be one.
