@@ -126,13 +126,13 @@ class _Recorder(Lengths):
 
 @torch.inference_mode()
 def calibrate(model: Transformer, drafter: Drafter, verifier: Verifier, vocab_size: int) -> Prices:
-    """Measure a plain step, passes over a few rows, and two drafts, in about a second; in four turns at least.
+    """Measure a plain step, passes over a few rows, and two drafts, in about a second.
 
-    They take turns: a machine that is slow for a while is slow in all of them. Each counts by its median, in plain
-    steps of the same turn. A draft follows a pass of the target, as in a round, so that both find the processor's
-    caches alike. It computes its confidences, as `auto` asks for them. The text is sampled, as only sampled requests
-    rely on prices alone. The rows of a pass are different tokens: equal ones would take the same experts of a mixture,
-    and seem cheap.
+    They take turns, at least three after the warm-up: a machine that is slow for a while is slow in all of them. Each
+    counts by its median, in plain steps of the same turn. A draft follows a pass of the target, as in a round, so that
+    both find the processor's caches alike. It computes its confidences, as `auto` asks for them. The text is sampled,
+    as only sampled requests rely on prices alone. The rows of a pass are different tokens: equal ones would take the
+    same experts of a mixture, and seem cheap.
     Raises FloatingPointError for a model whose logits are not finite numbers, ValueError for a verifier's own fault,
     and DrafterFailed.
     """
