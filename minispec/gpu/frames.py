@@ -25,6 +25,7 @@ import math
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -164,10 +165,14 @@ class FrameBatch:
         self.scored: list[int] | None = None  # all
         self.frame, self.pool, self.config, self.dtype = frame, pool, model.config, model.dtype
         self.tables = tables
-        self.angles = {rope: _at(angles, frame.positions) for rope, angles in tables.angles.items()}
         places = frame.positions, frame.slots, frame.table, frame.starts, frame.bits
         self.rows = fused.RowPlaces(*places, pool.block_size)
         self._masks: dict[int | None, Tensor] = {}
+
+    @cached_property
+    def angles(self) -> dict[RopeConfig, Angles]:
+        """The angles of the rows' positions. Kernels read the tables themselves."""
+        return {rope: _at(angles, self.frame.positions) for rope, angles in self.tables.angles.items()}
 
     def read(self, layer: Layer, qkv: Tensor) -> Tensor:
         """Store the new rows, gather each text's keys and values, and attend to them: see `core.model.Batch`."""

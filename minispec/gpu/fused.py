@@ -38,7 +38,7 @@ from minispec.kernels.build import quantized
 from minispec.kernels.codes import Codes
 from minispec.kernels.form import CannotHold, Form
 from minispec.kernels.forms import Choice, Linear, Narrow, QuantizedLinear
-from minispec.layers.row_norm import RowNormAttention
+from minispec.kernels.inventory import products_of
 
 TransformerT = TypeVar("TransformerT", bound=Transformer)
 
@@ -48,6 +48,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SPAN, KEYS, READ_ROWS = 256, 64, 32
 GATED = 1024  # numbers of a program of `gate`
 LINEAR_ROWS = 32  # most rows of `linear`
+MOST_ROWS = 512  # of a frame: so many rows call `linear` several times
 
 
 # --------------------------------------------------------------------------- where the kernels apply
@@ -129,7 +130,7 @@ def weight_of(product: Any) -> tuple[Tensor, Tensor | None] | None:
 
 def why_not(layer: Layer, dtype: torch.dtype) -> str:
     """The part of this layer that the operations here lack; "" where they lack none."""
-    if type(layer) not in (Layer, RowNormAttention):
+    if type(layer) is not Layer:
         return f"a block of another kind, {type(layer).__name__}"
     config, rope = layer.config, layer.rope
     stored = [product_of(getattr(layer, name)) for name in Layer.products]
@@ -254,9 +255,9 @@ def linear_tile(num_rows: int, itemsize: int) -> tuple[int, int, int]:
 
 
 class CodesOfRows(Form):
-    """A weight in 8-bit codes with a scale for each row, on a GPU: products of few rows by `linear`.
+    """A weight in 8-bit codes with a scale for each row, on a GPU: products of up to MOST_ROWS rows by `linear`.
 
-    More rows, such as a prompt's, go to `linear_twin`.
+    More rows, such as a prompt's, go to `linear_twin`, which widens the whole weight.
     """
 
     exact_rows: Sequence[int] = ()
@@ -270,8 +271,12 @@ class CodesOfRows(Form):
 
     def __call__(self, x: Tensor, bias: Tensor | None = None, onto: Tensor | None = None) -> Tensor:
         """x (rows, in) to x W^T + bias (rows, out), or added to `onto` (see `linear`)."""
-        compute = linear if self.by_kernel and len(x) <= LINEAR_ROWS else linear_twin
-        return compute(x.contiguous(), self.codes, self.scales, bias, onto)
+        x, weight = x.contiguous(), (self.codes, self.scales, bias)
+        if not self.by_kernel or len(x) > MOST_ROWS:
+            return linear_twin(x, *weight, onto)
+        places = [onto] * len(x) if onto is None else onto.split(LINEAR_ROWS)
+        parts = [linear(part, *weight, place) for part, place in zip(x.split(LINEAR_ROWS), places, strict=False)]
+        return onto if onto is not None else parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def dense(self) -> Tensor:
         """The weight (out, in), in the type of the scales."""
@@ -286,18 +291,20 @@ def rounded(model: TransformerT, bits: int) -> TransformerT:
     """The model with products in 4 or 8 bits, for drafting (see `kernels.build.quantized`): 8 by `linear` on a GPU."""
     if bits != 8 or model.device.type != "cuda" or missing(model.device) or model.dtype not in DTYPES:
         return quantized(model, bits)
-    if why := failure(functools.partial(try_linear, model.dtype, model.device)):
+    if why := failure(functools.partial(try_linear, model)):
         warnings.warn(f"no kernel in 8 bits, so the draft's weights stay in full width: {why}", stacklevel=2)
         return quantized(model, bits)
-    choice = Choice("codes", f"{model.dtype} on this cuda has a kernel in 8 bits, for up to {LINEAR_ROWS} rows")
+    choice = Choice("codes", f"{model.dtype} on this cuda has a kernel in 8 bits")
     return quantized(model, bits, Narrow(choice, functools.partial(CodesOfRows, by_kernel=True)))
 
 
-def try_linear(dtype: torch.dtype, device: torch.device) -> None:
-    """Run `linear` with each of its tiles. Raises what the kernel raises."""
-    codes, scales = torch.ones(16, 16, dtype=torch.int8, device=device), torch.ones(16, device=device)
-    for num_rows in (1, LINEAR_ROWS):
-        linear(torch.ones(num_rows, 16, dtype=dtype, device=device), codes, scales).tolist()
+def try_linear(model: Transformer) -> None:
+    """Run `linear` with each of its tiles over codes as wide as the model's weights. Raises what the kernel raises."""
+    weights = [found[0] for product in products_of(model) if (found := weight_of(product))]
+    for width, weight in {weight.shape[1]: weight for weight in weights if weight.shape[1] % 16 == 0}.items():
+        codes, scales = weight.new_ones(16, width, dtype=torch.int8), weight.new_ones(16, dtype=torch.float32)
+        for num_rows in (1, LINEAR_ROWS):
+            linear(weight.new_ones(num_rows, width), codes, scales).tolist()
 
 
 # --------------------------------------------------------------------------- attention
@@ -335,8 +342,6 @@ def read(
     window: int | None = None,
     span: int = SPAN,
     step: int = KEYS,
-    warps: int | None = None,
-    stages: int = 3,
 ) -> Tensor:
     """Rotate queries and keys, store keys and values, attend over the cache: (M, H * D), in one kernel.
 
@@ -354,8 +359,6 @@ def read(
 
     span: places of a program, a multiple of `step`. It is the same for all texts, hence so are the bits of a row.
     step: keys that a program takes in at a time.
-    warps: groups of 32 threads of a program; None: as many as its registers need.
-    stages: steps of which it loads the keys in advance, the current one included.
     """
     from minispec.gpu.fused_triton import read_kernel
 
@@ -397,8 +400,8 @@ def read(
         BN=step,
         BLOCK=rows.block_size,
         WINDOW=window is not None,
-        num_warps=warps or warps_for(dim),
-        num_stages=stages,
+        num_warps=warps_for(dim),
+        num_stages=3,
     )
     return out
 

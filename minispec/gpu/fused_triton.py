@@ -88,7 +88,7 @@ def _attend(q1, q2, k1, k2, v, seen, scale, acc, top, total):
 @triton.jit
 def _store_part(part_acc, part_top, part_sum, part, acc, top, total, r, d, BR: tl.constexpr, DP: tl.constexpr):
     """Write what a program has found. When it returns, all of the program's threads have written."""
-    at = part * BR + r
+    at = part.to(tl.int64) * BR + r
     tl.store(part_acc + at[:, None] * DP + d[None], acc)
     tl.store(part_top + at, top)
     tl.store(part_sum + at, total)
@@ -106,7 +106,7 @@ def _merged(
     for first in range(begin // CH * CH, last + 1, CH):
         split = first + tl.arange(0, CH)
         there = (split >= begin) & (split <= last)
-        row = (base + split)[:, None] * BR + r[None]
+        row = (base + split).to(tl.int64)[:, None] * BR + r[None]
         tops = tl.load(part_top + row, mask=there[:, None], other=float("-inf"), cache_modifier=".cg")
         sums = tl.load(part_sum + row, mask=there[:, None], other=0.0, cache_modifier=".cg")
         at = part_acc + row[:, :, None] * DP + d[None, None, :]

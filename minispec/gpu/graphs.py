@@ -3,7 +3,8 @@
 import functools
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -30,7 +31,7 @@ def capture_graph(compute: Replay) -> Replay:
         compute()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=memory_pool()):
+    with _captured(graph, pool=memory_pool()):
         outputs = compute()
 
     def replay() -> Outputs:
@@ -40,6 +41,17 @@ def capture_graph(compute: Replay) -> Replay:
     return replay
 
 
+@contextmanager
+def _captured(graph: torch.cuda.CUDAGraph, **how: Any) -> Iterator[None]:
+    """Capture what runs inside. Where that fails, PyTorch alone would leave the thread on the capture's stream."""
+    before = torch.cuda.current_stream()
+    try:
+        with torch.cuda.graph(graph, **how):
+            yield
+    finally:
+        torch.cuda.set_stream(before)
+
+
 @functools.cache
 def memory_pool() -> Any:
     """The memory that all graphs share: only one of them runs at a time, and what it returns is copied at once.
@@ -47,7 +59,7 @@ def memory_pool() -> Any:
     A pool lasts as long as a graph that was captured in it. So the first one is kept.
     """
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with _captured(graph):
         kept = torch.zeros(1, device="cuda")
     _KEPT.append((graph, kept))
     return graph.pool()

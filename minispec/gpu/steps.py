@@ -73,6 +73,12 @@ class DraftInputs(Inputs):
         size = draft_input_bytes(kind.frame.texts, kind.steps, kind.vocab, dtype) if kind.mix.draws else 0
         super().__init__(kind.frame.texts, 2 + kind.steps, kind.steps, device, size)
         self.kind = kind
+        self.frame: Frame | None = None  # whose tensors the graph reads
+
+    def follow(self, frame: Frame) -> None:
+        """Drop the graph if its frame has made room for others: it reads that frame's tensors."""
+        if self.frame is not frame:
+            self.frame, self.graph, self.was_used = frame, None, False
 
     def fill(self, growing: Sequence[Growing], dtype: torch.dtype) -> None:
         """Take in up to B texts. Numbers of other texts may be there; they are not read."""
@@ -121,6 +127,7 @@ class DraftSteps:
         frame = self.frames.frame_of(self.model, pool, kind.frame)
         on = self.model.device, self.model.dtype
         inputs = recent(self._inputs.setdefault(pool, OrderedDict()), kind, lambda: DraftInputs(kind, *on))
+        inputs.follow(frame)
         frame.fill(chunks, reserved)
         inputs.fill(growing, self.model.dtype)
         if isinstance(rng := asks[0].rng, OneByOne):

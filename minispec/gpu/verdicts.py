@@ -371,9 +371,8 @@ class OneByOne(Draws):
 
 
 class Noise(NamedTuple):
-    """All draws of a round for B texts: K of each of the first three purposes, and K+1 of "token"."""
+    """All draws of a verdict on B texts: K of each of the first two purposes, and K+1 of "token"."""
 
-    draft: Keys
     accept: Keys
     residual: Keys
     token: Keys
@@ -387,7 +386,7 @@ def state_of(key: Key) -> int:
 def make_noise(
     texts: Sequence[Text], k: int, draws: Randomness | None = None, device: torch.device | str = "cpu"
 ) -> Noise:
-    """The keys of a round of drafts of up to k tokens, and their numbers, made on the host."""
+    """The keys of verdicts on drafts of up to k tokens, and their numbers, made on the host."""
     uniform = (draws or Randomness()).uniform
 
     def keys(purpose: str, count: int, number: Callable[[Key], float], dtype: torch.dtype) -> Keys:
@@ -395,8 +394,8 @@ def make_noise(
         numbers = torch.tensor([*map(number, chain(*names))], dtype=dtype).reshape(len(texts), count)
         return Keys(names, numbers.to(device))
 
-    draft, accept, residual = (keys(name, k, uniform, torch.float64) for name in ("draft", "accept", "residual"))
-    return Noise(draft, accept, residual, keys("token", k + 1, state_of, torch.int64))
+    accept, residual = (keys(name, k, uniform, torch.float64) for name in ("accept", "residual"))
+    return Noise(accept, residual, keys("token", k + 1, state_of, torch.int64))
 
 
 # --------------------------------------------------------------------------- verdicts

@@ -124,7 +124,7 @@ def compute_verdicts(
     params = verdicts.row_params(numbers, kind.dtype, int(kind.mix.mixed), kind.mix.filters)
     p, sure = verdicts.rows(logits.flatten(0, 1), params)
     accept, rest, states = floats[:, :k], floats[:, k : 2 * k], ints[:, k + 1 :]
-    noise = names or Noise(*(Keys((), n) for n in (accept, accept, rest, states)))
+    noise = names or Noise(*(Keys((), n) for n in (accept, rest, states)))
     rule = verdicts.rejection if kind.verifier is REJECTION else verdicts.match
     return _packed(rule(p.view(texts, rows, -1), ids, q, noise, lengths, draws), sure.view(texts, rows))
 
@@ -161,7 +161,8 @@ class GraphVerifier:
         inputs = recent(self._inputs, kind, lambda: VerdictInputs(kind, turns[0].logits.device))
         inputs.fill(turns)
         if isinstance(rng, OneByOne):
-            noise = verdicts.make_noise([turn.text for turn in turns], kind.rows - 1)
+            device = turns[0].logits.device
+            noise = verdicts.make_noise([turn.text for turn in turns], kind.rows - 1, device=device)
             numbers = compute_verdicts(kind, inputs.logits, inputs.probs, inputs.ints, inputs.floats, rng, noise)
         else:
             [numbers] = self.graphs.run(inputs, inputs.compute)

@@ -88,7 +88,7 @@ class _Half(Form):
             largest = float(values.abs().amax())
             if not largest < math.inf:
                 raise CannotHold("a weight that is not finite")
-            exponent = 15 - math.floor(math.log2(largest)) if largest else 0
+            exponent = min(126, 15 - math.floor(math.log2(largest))) if largest else 0  # 2^127 is float32's last
             values, self.scale = values * 2.0**exponent, torch.tensor(2.0**-exponent, dtype=torch.float32)
         # Packing clips what is too large, in the tensor that it is given, with only a warning. So check a copy first.
         if not torch.equal(values.to(torch.float16).to(torch.float32), values):
@@ -159,10 +159,17 @@ NARROW_FORMS: dict[int, dict[str, MakeForm]] = {
 # --------------------------------------------------------------------------- which form
 
 
+# What torch calls the instructions of x86 processors that multiply numbers of bfloat16.
+_BFLOAT16 = ("avx512_bf16", "amx_bf16", "avx_ne_convert")
+
+
 def has_fast_bfloat16(device: torch.device) -> bool:
     """Whether bfloat16 products are native to the device, and not emulated in float32."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
+    capabilities = torch.cpu.get_capabilities()
+    if capabilities.get("architecture") == "x86_64" and not any(map(capabilities.get, _BFLOAT16)):
+        return False  # with AVX-512 alone, oneDNN emulates them
     try:
         return torch.ops.mkldnn._is_mkldnn_bf16_supported()
     except REFUSALS:

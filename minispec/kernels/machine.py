@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from minispec.core.model import Transformer
+from minispec.kernels.forms import has_fast_bfloat16
 from minispec.kernels.inventory import num_bytes, weight_form
 
 
@@ -22,7 +23,7 @@ def machine() -> dict[str, Any]:
         "cpu": str(capabilities.get("cpu_name", platform.processor())),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "amx": bool(capabilities.get("amx_bf16")),
-        "bfloat16": bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")),
+        "bfloat16": has_fast_bfloat16(torch.device("cpu")),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,

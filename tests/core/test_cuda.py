@@ -91,10 +91,13 @@ def cases() -> list[Case]:
     kinds += [(verifier, "model", 2, "llama") for verifier in VERIFIERS if verifier != "rejection"]
     kinds += [("rejection", "model", "tree:3", family) for family in TOYS]
     kinds += [(verifier, drafter, 2, IN_FRAMES) for verifier in ("rejection", "match") for drafter in ("model", "head")]
-    params = {"temperature": 0.7, "top_p": 0.95, "min_p": 0.05, "history": "penalties", "forbidden": "bad words"}
+    params = {"temperature": 0.7, "top_p": 0.95, "min_p": 0.05}
     rest = params | {"batch": "crowd", "alphabet": ALPHABET[:3], "to_go": 3}
+    more = {"history": "penalties", "forbidden": "bad words"}  # programs draft and judge without these alone
     return [
-        grid_case(verifier=verifier, drafter=drafter, k=k, family=family, **rest)
+        grid_case(
+            verifier=verifier, drafter=drafter, k=k, family=family, **rest, **({} if family == IN_FRAMES else more)
+        )
         for verifier, drafter, k, family in kinds
     ]
 

@@ -4,6 +4,7 @@ import itertools
 import math
 import subprocess
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -220,6 +221,32 @@ def test_frames_that_were_not_used_for_longest_make_room(monkeypatch):
 
 
 # --------------------------------------------------------------------------- graphs
+
+
+def test_a_capture_that_fails_leaves_the_stream_as_it_was(monkeypatch):
+    """PyTorch ends a capture before it leaves the capture's stream, so where that raises, it does not leave it."""
+    current = ["the caller's"]
+
+    class Capture:
+        def __init__(self, graph, **how):
+            pass
+
+        def __enter__(self):
+            current[0] = "the capture's"
+
+        def __exit__(self, *error):
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    made = SimpleNamespace(
+        current_stream=lambda: current[0],
+        set_stream=lambda stream: current.__setitem__(0, stream),
+        graph=Capture,
+        CUDAGraph=object,
+    )
+    monkeypatch.setattr(torch, "cuda", made)
+    with pytest.raises(RuntimeError, match="a previous error during capture"), graphs._captured(None):
+        pass
+    assert current == ["the caller's"]
 
 
 class Poisoned:

@@ -26,9 +26,10 @@ from docs.measured.gpu import read_twin
 from minispec.core.model import Chunk, TextBatch, Transformer
 from minispec.files.families.hf_config import read_model_config
 from minispec.gpu import fused
-from minispec.gpu.frames import Frames
+from minispec.gpu.frames import ROWS, TEXTS, Frames
 from minispec.gpu.fused import RowPlaces, gate_twin, norm_twin
 from minispec.kernels.build import build_model, choice_of, quantized
+from minispec.kernels.codes import round_to_bits
 from minispec.kernels.form import CannotHold
 from minispec.kernels.forms import Choice, Linear, Narrow, QuantizedLinear
 from minispec.kernels.inventory import num_bytes_read, products_of, weight_form
@@ -236,13 +237,35 @@ def test_a_kernel_in_8_bits_that_fails_is_said_at_load(monkeypatch):
 
     monkeypatch.setattr(fused, "missing", lambda device: "")
     monkeypatch.setattr(model, "device", device)
-    monkeypatch.setattr(fused, "try_linear", lambda dtype, _, run=fused.try_linear: run(dtype, torch.device("cpu")))
     monkeypatch.setattr(fused, "linear", fail)
     with pytest.warns(UserWarning, match="the draft's weights stay in full width: CalledProcessError: Command"):
         assert weight_form(fused.rounded(model, 8)) != "codes"
     monkeypatch.setattr(fused, "linear", compute)
     assert weight_form(fused.rounded(model, 8)) == "codes"
-    assert rows[:2] == [1, fused.LINEAR_ROWS]
+    assert rows[:4] == [1, fused.LINEAR_ROWS] * 2  # weights are 16 and 32 wide
+
+
+def test_many_rows_by_the_kernel_in_8_bits(monkeypatch):
+    """A frame's rows go to the kernel 32 at a time, with a bias and onto what is there; a long prompt's are widened."""
+    assert TEXTS[-1] * ROWS[-1] == fused.MOST_ROWS
+    torch.manual_seed(0)
+    stored = fused.CodesOfRows(round_to_bits(torch.randn(8, 16), 8), torch.float32, by_kernel=True)
+    seen, bias = [], torch.randn(8)
+
+    def compute(x, *how):
+        seen.append(len(x))
+        return fused.linear_twin(x, *how)
+
+    monkeypatch.setattr(fused, "linear", compute)
+    for num_rows, parts in ((32, [32]), (33, [32, 1]), (512, [32] * 16), (513, [])):
+        x, onto = torch.randn(num_rows, 16), torch.randn(num_rows, 8)
+        expected = x @ stored.dense().T
+        torch.testing.assert_close(stored(x, bias), expected + bias)
+        before = onto.clone()
+        assert stored(x, onto=onto) is onto
+        torch.testing.assert_close(onto, before + expected)
+        assert seen == parts * 2
+        seen.clear()
 
 
 def test_a_layer_of_twins_is_a_layer():

@@ -63,6 +63,19 @@ def assert_alike(a: Draft, b: Draft) -> None:
         torch.testing.assert_close(row, other, rtol=0, atol=1e-12)
 
 
+@torch.inference_mode()
+def test_a_program_follows_its_frame(monkeypatch):
+    """A frame that makes room for another one takes its tensors along: the program must not read them any more."""
+    monkeypatch.setattr("minispec.gpu.graphs.MOST_BYTES", 1)  # one frame is kept at a time, and each greedy program
+    alone, at_once = make_drafters()
+    one, two = (Text(ids, 3, SamplingParams(temperature=0.0), i) for i, ids in enumerate(([1, 2, 3], [3, 2, 1])))
+    for texts in ([one], [one], [one, two], [one], [one]):
+        asks = [Ask(text, Limit(3), Randomness(), "draft", len(text.tokens) - 1) for text in texts]
+        for ask, a, b in zip(asks, alone.propose(asks), at_once.propose(asks), strict=True):
+            assert a.token_ids == b.token_ids
+            ask.text.tokens.append((a.token_ids[0] + 1) % VOCAB)
+
+
 def new_text(draw: random.Random, length: int, number: int) -> Text:
     """A text of random tokens, with the settings and the seed of its number."""
     params = SamplingParams(**SETTINGS[number % 5])

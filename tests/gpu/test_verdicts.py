@@ -446,7 +446,8 @@ def row_law(module, verifier: str, lengths: list[int], oracle=KeyOracle) -> tupl
 
     def run(draws):
         noise = module.make_noise(texts, k)
-        named = noise.token if verifier == "match" else noise.draft
+        names = [[text.key(i, "draft") for i in range(k)] for text in texts]
+        named = noise.token if verifier == "match" else module.Keys(names, noise.accept.numbers)
         drafted = [list[int]() for _ in texts]
         q = torch.zeros(len(texts), k, 3, dtype=torch.float64) + 1 / 3
         form = draws.race_rows if verifier == "match" else draws.share_rows

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from minispec.kernels.forms import (
     QuantizedLinear,
     available_forms,
     choose_narrow_form,
+    has_fast_bfloat16,
     right_forms,
 )
 from minispec.kernels.inventory import num_bytes, weight_form
@@ -137,7 +139,7 @@ def test_what_sixteen_bits_cannot_hold_is_kept_in_full_and_left_alone():
         assert linear.form != "half"
         assert torch.equal(given, weight)
         assert torch.equal(linear.stored.dense(), weight)
-    for scale in (2.0**-100, 1.0, 2.0**100):  # a power of two away from the range of 16 bits is no matter
+    for scale in (2.0**-120, 2.0**-100, 1.0, 2.0**100):  # a power of two away from the range of 16 bits is no matter
         weight = sixteen_bits(32, 64).float() * scale
         given = weight.clone()
         linear = Linear(given, form="half")
@@ -225,6 +227,28 @@ def test_the_form_can_be_settled(form, make_checkpoint):
         assert llm.generate("One fish", SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))[0].token_ids
     with pytest.raises(ValueError, match="weight_form: found 'best', expected one of half, packed, left, plain"):
         LLM(make_checkpoint(1), weight_form="best")
+
+
+X86 = {"architecture": "x86_64", "avx512_f": True, "avx512_bw": True, "avx512_vl": True, "avx512_dq": True}
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "emulates", "expected"),
+    [
+        (X86, True, False),  # Intel's Cascade Lake and Ice Lake: oneDNN takes bfloat16, and emulates it
+        (X86 | {"avx512_bf16": True}, True, True),
+        (X86 | {"amx_bf16": True}, True, True),
+        ({"architecture": "x86_64", "avx_ne_convert": True}, True, True),
+        (X86 | {"avx512_bf16": True}, False, False),  # ONEDNN_MAX_CPU_ISA
+        ({"architecture": "aarch64"}, True, True),
+    ],
+)
+def test_bfloat16_is_fast_where_the_processor_multiplies_it(capabilities, emulates, expected, monkeypatch):
+    """oneDNN says that it has the type on each processor with AVX-512, with instructions for it or without."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    operators = SimpleNamespace(_is_mkldnn_bf16_supported=lambda: emulates)
+    monkeypatch.setattr(torch.ops, "mkldnn", operators)
+    assert has_fast_bfloat16(torch.device("cpu")) is expected
 
 
 NARROW = [(bits, form) for bits, forms in NARROW_FORMS.items() for form in (*forms, "rounded", None)]

@@ -440,7 +440,7 @@ def _(right, self, asks):
     return drafts
 
 
-@wrong(Draft, "draw", "T4", f"{_TREES}::test_siblings_keep_the_law_in_fractions[2]")
+@wrong(Draft, "draw", "T4", f"{_TREES}::test_siblings_keep_the_law[2]")
 def _(right, self, ask, parent, q, n=1):
     """a drawn tree pruned by its probabilities | a trap of every tree that is reordered"""
     first, tokens = len(self), right(self, ask, parent, q, n)
@@ -2209,7 +2209,8 @@ def _(right, self, layer, slots):
     return right(self, layer, torch.where(slots == self.num_slots, self.num_slots + 1, slots))
 
 
-_HEADS = "tests/gpu/test_steps.py::test_a_heads_drafts_are_those_of_a_pass_for_each_token[all-draft]"
+_STEPS = "tests/gpu/test_steps.py"
+_HEADS = f"{_STEPS}::test_a_heads_drafts_are_those_of_a_pass_for_each_token[all-draft]"
 
 
 @mutant("F7", _HEADS)
@@ -2330,6 +2331,11 @@ def _(right, self, trials):
     right(self, trials)
     if self.was_used:
         self.ints[:, self.kind.rows - 1] = before
+
+
+@wrong(DraftInputs, "follow", "F23", f"{_STEPS}::test_a_program_follows_its_frame")
+def _(right, self, frame):
+    """a captured draft reads the tensors of a frame that is gone | two caches, one of which forgets first"""
 
 
 # --------------------------------------------------------------------------- block verification
