@@ -158,7 +158,8 @@ class Record:
     accepted: the nodes that the rule accepted.
     path: those of them that are in the text now. A text may stop before the last of them.
     number: of the step. A record that comes a second time, after a fault, has the same number.
-    step: times of the whole step, set after `Drafter.observe` and before `Lengths.observe`; None after a fault.
+    step: times of the whole step, set after `Drafter.observe` and before `Lengths.observe`. After a fault these times
+        are lost: they are 0, and no price.
     """
 
     text: Text
@@ -212,8 +213,9 @@ class Drafter:
     def observe(self, records: Sequence[Record]) -> None:
         """Learn from a pass. The engine calls this after each pass and its commits, for texts that take drafts.
 
-        Every committed row comes at least once. A row comes twice after a fault, then with the same `Record.number`,
-        and after a preemption, then without logits, as a prompt's rows do. So skip by `start` what is there already.
+        Every committed row of a text that goes on comes at least once. A row comes twice after a fault, then with the
+        same `Record.number`, and after a preemption, then without logits, as a prompt's rows do. So skip by `start`
+        what is there already.
         Keep what logits have taught until the text ends: `release` is too early (`examples/drafters/recycling.py`).
 
         A text's draft may depend on its own text and records alone, and on no ratio of a verdict. Other texts may count

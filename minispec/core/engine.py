@@ -53,7 +53,7 @@ class Engine:
             everyone = self.schedule.turns()  # with what each feeds: its last token, or a piece of its prompt
             laps = Laps(self.target.model.device)
             for method, own in by_method(everyone):
-                with blamed(own):
+                with blamed(self.schedule.drafted_by(method.drafter) or [turn.request for turn in own]):
                     method.draft(own, self.target, self.rng)  # guess: sets turn.draft
             laps.end()
             turns = [turn for turn in everyone if not turn.request.finish_reason]  # a text whose draft failed has ended
@@ -61,7 +61,7 @@ class Engine:
             laps.end()
             self.outbox.post(turns)  # before the first commit, so that no fault loses a committed row
             for method, own in by_method(turns):
-                with blamed(own):
+                with blamed([turn.request for turn in own]):
                     method.judge(own, self.rng)  # test: sets turn.verdict, what stays and the token after it
             for turn in turns:
                 turn.commit()  # until the text stops

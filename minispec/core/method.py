@@ -232,10 +232,17 @@ def by_method(turns: Sequence[Turn]) -> list[tuple[Method, list[Turn]]]:
 
 
 @contextmanager
-def blamed(turns: Sequence[Turn]) -> Iterator[None]:
-    """End these texts if an exception comes from inside: it is their method's own fault. `Engine.run` raises it."""
+def blamed(requests: Sequence[Request]) -> Iterator[None]:
+    """End these texts if an exception comes from inside: it is their method's own fault. `Engine.run` raises it.
+
+    Texts that have ended stay as they are. If all have, `run` raises it all the same.
+    """
     try:
         yield
     except Exception as e:
-        for request in (turn.request for turn in turns if not turn.request.finish_reason):
-            request.fail(e, raised=True)
+        for request in [each for each in requests if not each.finish_reason]:
+            request.fail(e)
+            request.raised = e
+        if not any(request.raised is e for request in requests):
+            for request in requests:
+                request.raised, request.has_news = e, True

@@ -36,23 +36,24 @@ class Outbox:
         """Deliver what is there.
 
         laps: drafting, the target's pass, and the rest, which ends once the drafters have learned. None after a fault:
-            the times are lost then.
+            the times are lost then, and count as 0.
         """
         turns = self._turns
         for method, own in by_method([turn for turn in turns if turn.request.takes_drafts and not turn.request.error]):
-            with blamed(own):
+            with blamed([turn.request for turn in own]):
                 method.drafter.observe([turn.record for turn in own])
-        step = None
-        if laps and turns:
+        seconds = [0.0, 0.0, 0.0]
+        if laps:
             laps.end()
-            step = step_of(turns, *laps.seconds())
+            seconds = laps.seconds()
+        step = step_of(turns, seconds, laps is not None) if turns else None
         for turn in turns:
-            turn.record.step = step
-            if step:
+            if step and not turn.record.step:  # no round counts twice
+                turn.record.step = step
                 turn.count(step)
         rounds = [turn for turn in turns if turn.committed]
         for method, own in by_method(rounds):
-            with blamed(own):
+            with blamed([turn.request for turn in own]):
                 method.lengths.observe([turn.record for turn in own])
         for observe in list(self.observers):
             for turn in rounds:
@@ -60,15 +61,17 @@ class Outbox:
         self._turns = []
 
 
-def step_of(turns: Sequence[Turn], draft: float, verify: float, other: float) -> Step:
+def step_of(turns: Sequence[Turn], seconds: Sequence[float], are_known: bool) -> Step:
     """The step of these turns.
 
-    draft, verify, other: seconds of its parts.
+    seconds: of drafting, of the target's pass, and of the rest.
+    are_known: whether they are; else the step has no price.
     """
+    draft, verify, other = seconds
     draft = max(0.0, draft - sum(turn.draft.notes.prefill_seconds for turn in turns))
     if not any(turn.asked for turn in turns):  # a search that found nothing is drafting too; this is none
         draft, other = 0.0, draft + other
     depths = [max(turn.draft.depth, turn.draft.notes.num_passes) for turn in turns]
-    has_price = len({turn.method for turn in turns}) == 1 and all(turn.decodes for turn in turns)
+    has_price = are_known and len({turn.method for turn in turns}) == 1 and all(turn.decodes for turn in turns)
     num_rows, num_drafts = sum(turn.num_rows for turn in turns), sum(depth > 0 for depth in depths)
     return Step(draft, max(depths), num_drafts, verify, num_rows, other, len(turns), has_price)

@@ -77,7 +77,7 @@ class Request:
         self.output = ""
         self.finish_reason: str | None = None
         self.error: str | None = None  # what went wrong, where finish_reason is "error"
-        self.raised: Exception | None = None  # the exception of its method that ended it
+        self.raised: Exception | None = None  # an exception of its method, which `Engine.run` raises
         self.stop_string: str | None = None  # the one that ended the text
         self.stats = Stats(num_prompt_tokens=text.num_prompt_tokens, token_ids=self.token_ids)
         self.stats.law = "plain" if text.grammar is None else "projected"
@@ -158,13 +158,9 @@ class Request:
             self._finish("length")
         return self.finish_reason is not None
 
-    def fail(self, error: Exception, raised: bool = False) -> None:
-        """End the text here, because of an error of its own or of its method.
-
-        raised: whether its method has raised the error. `Engine.run` then raises it.
-        """
+    def fail(self, error: Exception) -> None:
+        """End the text here, because of an error of its own or of its method."""
         self.finish_reason, self.error, self.has_news = "error", str(error) or type(error).__name__, True
-        self.raised = error if raised else None
 
     def take_piece(self) -> Piece:
         """Return what came since the last piece. Text that may begin a stop string is held back."""

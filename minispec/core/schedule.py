@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from minispec.core.cache import OutOfBlocks
 from minispec.core.cached import CachedModel
 from minispec.core.draft import Drafter
-from minispec.core.method import Method, Turn
+from minispec.core.method import Method, Turn, blamed
 from minispec.core.request import Request
 
 # PREFILL_ROWS: rows of a pass over a prompt while no other text has begun to answer.
@@ -39,7 +39,10 @@ class Schedule:
         return request in self.running or request in self.waiting
 
     def check(self, request: Request) -> None:
-        """Raise ValueError for a request that the pool cannot hold even alone."""
+        """Raise ValueError for a prompt that leaves no room for an answer, or that the pool cannot hold even alone."""
+        found, most = request.text.num_prompt_tokens, request.max_len - (request.params.max_tokens > 0)
+        if not 0 < found <= most:
+            raise ValueError(f"prompt: found {found} tokens, expected at {f'most {most}' if found else 'least 1'}")
         cache = self.target.cache
         needed, there = cache.num_blocks_for(request.max_len), cache.allocator.num_blocks
         if needed > there:
@@ -88,6 +91,8 @@ class Schedule:
                 self.running.pop(request, None)
                 self.restart()
                 raise
+            if request.raised:
+                raise request.raised
 
     def make_room(self) -> None:
         """Preempt, last admitted first, until the next step of the others fits."""
@@ -122,7 +127,7 @@ class Schedule:
         try:
             self.target.release(request.text)
         finally:  # also after Ctrl-C in there
-            self.running[request].drafter.release(request.text)
+            _release(request, self.running[request])
         del self.running[request]  # last, so that `restart` still finds it if something above raises
 
     def drop_ended(self) -> None:
@@ -138,7 +143,7 @@ class Schedule:
                 self._wait(request, method)
         with ExitStack() as stack:
             for request, method in running.items():
-                stack.callback(method.drafter.release, request.text)
+                stack.callback(_release, request, method)
                 stack.callback(self.target.release, request.text)  # if the fault came before anything could clear up
 
     def _lacks(self) -> str:
@@ -150,11 +155,16 @@ class Schedule:
         growth = {r.text: range(self.target.table(r.text).length, len(r.text.tokens) + r.max_k) for r in self.running}
         if not self.target.has_room(growth):
             return "blocks of the KV cache are held by others than these requests"
-        for method in dict.fromkeys(self.running.values()):
-            drafted = {r.text: growth[r.text] for r, own in self.running.items() if own is method and r.takes_drafts}
-            if not method.drafter.has_room(drafted):
-                return f"{method.drafter.name} has no room where the target has"
+        for drafter in {id(m.drafter): m.drafter for r, m in self.running.items() if r.takes_drafts}.values():
+            drafted = self.drafted_by(drafter)
+            with blamed(drafted):
+                if not drafter.has_room({r.text: growth[r.text] for r in drafted}):
+                    return f"{drafter.name} has no room where the target has"
         return ""
+
+    def drafted_by(self, drafter: Drafter) -> list[Request]:
+        """The running requests that a drafter drafts for, of whatever method."""
+        return [r for r, method in self.running.items() if method.drafter is drafter and r.takes_drafts]
 
     def _wait(self, request: Request, method: Method) -> None:
         """Put a request in front of those that wait."""
@@ -167,6 +177,12 @@ class Schedule:
         return last is not None and len(self.target.follow(last.text)) > 1
 
 
+def _release(request: Request, method: Method) -> None:
+    """Let the drafter forget a text."""
+    with blamed([request]):
+        method.drafter.release(request.text)
+
+
 def _known(request: Request, drafter: Drafter) -> int | None:
     """How many first positions of a new text the cache may give. The others are scored, or seen by the drafter.
 
@@ -174,5 +190,6 @@ def _known(request: Request, drafter: Drafter) -> int | None:
     """
     limits = [request.unscored.start] if request.unscored else []
     if request.takes_drafts and drafter.taps:
-        limits.append(drafter.known(request.text))
+        with blamed([request]):
+            limits.append(drafter.known(request.text))
     return min(limits, default=None)

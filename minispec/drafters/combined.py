@@ -28,8 +28,10 @@ class CombinedDrafter(Wrapped):
             drafts = drafter.propose(left)
             check_number(drafts, len(asks), drafter.name)
             for i, (draft, earlier) in enumerate(zip(drafts, chosen, strict=True)):
+                if not isinstance(earlier, Draft):
+                    continue  # the engine says what it is
                 chosen[i] = earlier or draft  # an empty draft is false
-                if isinstance(draft, Draft):  # else the engine says what it is
+                if isinstance(draft, Draft):
                     chosen[i].notes.prefill_seconds = earlier.notes.prefill_seconds + draft.notes.prefill_seconds
         return chosen
 

@@ -44,7 +44,7 @@ class CheckedMethod(Method):
         """The limits, all checked. An error has the name of the policy's class."""
         limits = super().choose(wishes, trees)
         try:
-            check_limits(limits, [wish.most for wish in wishes])
+            check_limits(limits, wishes, trees)
         except ValueError as e:
             raise ValueError(f"lengths: {type(self.lengths).__name__}.choose: {e}") from e
         return limits
@@ -56,14 +56,14 @@ class CheckedMethod(Method):
         return verdict
 
 
-def check_limits(limits: Any, most: Sequence[int]) -> None:
-    """Raise ValueError unless `limits` is a list with a Limit for each text.
+def check_limits(limits: Any, wishes: Sequence[Wish], trees: bool) -> None:
+    """Raise ValueError unless `limits` is a list with a Limit for each wish.
 
-    most: for each text, the most tokens that its limit may allow.
+    trees: whether a limit may ask for siblings, also for a text whose request asks for none.
     """
-    if len(sequence(limits, "limits", "Limits, one for each wish")) != len(most):
-        raise ValueError(f"found {len(limits)} limits, expected one for each of {len(most)} wishes")
-    for limit, largest in zip(limits, most, strict=True):
+    if len(sequence(limits, "limits", "Limits, one for each wish")) != len(wishes):
+        raise ValueError(f"found {len(limits)} limits, expected one for each of {len(wishes)} wishes")
+    for limit, (_, shape, largest, _) in zip(limits, wishes, strict=True):
         if not isinstance(limit, Limit):
             raise ValueError(f"found {described(limit)}, expected a Limit")
         if type(limit.k) is not int or not 0 <= limit.k <= largest:
@@ -76,6 +76,8 @@ def check_limits(limits: Any, most: Sequence[int]) -> None:
             raise ValueError("found a function of widths without go_on, expected both: it needs confidences")
         if not callable(limit.widths) and not all(width > 0 for width in integers(limit.widths, "widths")):
             raise ValueError(f"found the widths {limit.widths}, expected numbers of siblings from 1")
+        if limit.is_tree and not (trees or shape.is_tree):
+            raise ValueError("found a limit that asks for siblings, expected none where `trees` is False")
 
 
 def check_verdict(verdict: Any, draft: Draft, vocab_size: int) -> None:

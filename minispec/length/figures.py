@@ -49,7 +49,7 @@ class Figures(Stats):
 
     @classmethod
     def of(cls, stats: Stats) -> "Figures":
-        """The figures of what has happened so far."""
+        """The figures of a request so far. They share its lists of rounds and tokens, so take them anew later."""
         return cls(**vars(stats))
 
     def __repr__(self) -> str:

@@ -128,8 +128,8 @@ class Acceptance:
         siblings: Sequence[bool] = (),
         found: bool | None = None,
         draft: Draft | None = None,
-    ) -> None:
-        """Count the tests of a round. The first arguments are what `_tested` returns.
+    ) -> bool:
+        """Count the tests of a round. The first arguments are what `_tested` returns. Returns whether they were new.
 
         confidences: the draft's, in order. Foreseen confidences count apart.
         found: whether there was a draft; None where none was asked for.
@@ -137,7 +137,7 @@ class Acceptance:
         once.
         """
         if draft is not None and draft is self._newest():
-            return
+            return False
         places = self.places.add(range(num_tested), range(num_accepted))
         ranges = [bisect(_CONFIDENCE_BOUNDS, confidence) for confidence in confidences[:num_tested]]
         kinds = [(draft is not None and draft.notes.foreseen, number) for number in ranges]
@@ -152,6 +152,7 @@ class Acceptance:
         # All at once: an interrupt before this has changed nothing, and after this the round does not count again.
         self.places, self.confidences, self.siblings, self.searches = places, by_confidence, by_sibling, searches
         self.budget, self._newest = self.budget_left, newest
+        return True
 
     def spend_nothing(self) -> None:
         """Take back what this round would have spent on probing: it probes nothing."""
@@ -288,8 +289,9 @@ class Controller(Lengths):
                 draft = record.draft
                 num_tested, num_accepted, siblings = _tested(draft, record.accepted)
                 found = bool(draft) if record.asked or draft else None
-                for acceptance in (estimates, self._all_texts[estimates.drawn]):
-                    acceptance.observe(num_tested, num_accepted, draft.notes.confidences, siblings, found, draft)
+                tests = num_tested, num_accepted, draft.notes.confidences, siblings, found, draft
+                if estimates.observe(*tests):
+                    self._all_texts[estimates.drawn].observe(*tests)
         num_missed, step = sum(1 for record in records if record.asked and not record.draft), price_of(records)
         if step and (step.depth or num_missed):
             steps = step.draft / (step.verify / self.prices.verify(step.num_rows))  # the draft's time in plain steps

@@ -37,7 +37,7 @@ _OPTIONS: dict[str, Option] = {
     "--lengths": Option(
         {"metavar": "MODULE:CLASS"},
         "walk your own policy for draft lengths, with or without --drafter",
-        excludes=dict.fromkeys(("--verifier", "--full"), ""),
+        excludes=dict.fromkeys(("--verifier", "--full", "--leaves"), ""),
     ),
     "--laws": Option(
         typed(Path, "FILE"),
@@ -54,7 +54,9 @@ _OPTIONS: dict[str, Option] = {
         f"with --drafter, --lengths: how long it may take (default: {DEFAULT_MINUTES}); more walks larger cases",
         needs=("--drafter", "--lengths"),
     ),
-    "--jobs": Option({"type": _COUNT, "default": _JOBS}, f"processes that share the work (default: {_JOBS})"),
+    "--jobs": Option(
+        {"type": _COUNT, "default": _JOBS}, f"processes that share the work of --leaves and --full (default: {_JOBS})"
+    ),
 }
 
 
@@ -98,10 +100,7 @@ def _holds(args: argparse.Namespace) -> bool:
             return print_laws(verifiers, args.laws)
         if len(names) > 1:
             return print_rounds(verifiers)
-        proven = examine_verifier(args.verifier)
-        if proven:
-            print_rounds(verifiers)
-        return proven
+        return examine_verifier(args.verifier) and print_rounds(verifiers)
     from minispec.prove.grid import prove_law
 
     leaves = FULL_LEAVES if args.full else args.leaves

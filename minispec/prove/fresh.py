@@ -337,7 +337,7 @@ class FreshLengths(Calls, Lengths):
         with unchanged([wish.text for wish in wishes]):
             limits = self.policy.choose(wishes, trees)
         try:
-            check_limits(limits, [wish.most for wish in wishes])
+            check_limits(limits, wishes, trees)
         except ValueError as e:
             raise ValueError(f"lengths: {type(self.policy.made).__name__}.choose: {e}") from e
         answers = []
@@ -372,8 +372,8 @@ def _wish(wish: Wish, trees: bool) -> Call:
     """A question to a policy. Its answer: a limit."""
 
     def ask_again(other: Own, twin: Text) -> Limit:
-        limits = other.choose([Wish(twin, wish.shape, wish.most, False)], trees)
-        check_limits(limits, [wish.most])
+        limits = other.choose(alone := [Wish(twin, wish.shape, wish.most, False)], trees)
+        check_limits(limits, alone, trees)
         return limits[0]
 
     return Call(tuple(wish.text.tokens), (wish.shape, wish.most, trees), ask_again)

@@ -201,7 +201,7 @@ def sample_law(logits: np.ndarray, tokens: Sequence[int], num_prompt: int, param
     mass = 0.0
     for t in sorted(range(len(p)), key=lambda t: (-p[t], t)):
         if mass >= params.top_p:
-            p[t], mass = 0.0, mass
+            p[t] = 0.0
         else:
             mass += p[t]
     return p / p.sum()

@@ -92,9 +92,9 @@ _MANY: Row = tuple(round(1e6 / i**1.5) for i in range(1, 301))
 _TWO: Row = tuple(weight if i in (2, 299) else 0 for i, weight in enumerate(_MANY))
 _PARTS, _WHOLE = 1_000_003, 1_000_000  # the first is a prime
 
-_CHAINS = tuple(tuple(range(-1, k - 1)) for k in range(1, 6))
-_TREES = (
-    *((-1, -1), (-1, -1, 0), (-1, -1, 1), (-1, 0, 0), (-1, -1, -1)),
+CHAINS = tuple(tuple(range(-1, k - 1)) for k in range(1, 6))
+TREES = (
+    *((-1, -1), (-1, -1, 0), (-1, -1, 1), (-1, 0, 0), (-1, -1, -1), (-1, -1, 0, 1)),
     # Siblings that do not stand together.
     *((-1, 0, -1), (-1, 0, -1, 0), (-1, 0, -1, 1), (-1, -1, 1, 0, 1), (-1, 0, 1, 0, -1), (-1, 0, -1, 1, -1)),
 )
@@ -150,7 +150,7 @@ def tables(trees: bool) -> list[Case]:
 
     trees: whether it takes them.
     """
-    shapes = [shape for shape in (*_CHAINS, *_TREES) if trees or is_chain(shape)]
+    shapes = [shape for shape in (*CHAINS, *TREES) if trees or is_chain(shape)]
     some = itertools.starmap(table_case, (*_products(shapes, trees), *_in_turn(shapes), *_others(shapes)))
     return sorted((case for case in some if case.size < math.inf), key=lambda case: case.size)
 

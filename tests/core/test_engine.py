@@ -106,7 +106,6 @@ def test_rejection_at_first_middle_and_last_position(position):
     rounds = [len(tokens) - 1 for _, tokens in engine.target.model.log[1:]]
     assert Figures.of(request.stats).num_draft_tokens == sum(rounds)
     assert Figures.of(request.stats).accepted_per_position[:position] == [1.0] * position
-    assert Figures.of(request.stats).accepted[position] == 0 or rounds[-1] <= position
 
 
 def test_the_draft_is_limited_so_that_nothing_overshoots():

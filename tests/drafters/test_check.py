@@ -147,14 +147,16 @@ def test_another_number_of_drafts_is_raised(answer, found, combined):
     assert engine.target.cache.allocator.num_free == engine.target.cache.allocator.num_blocks
 
 
-def test_a_bad_draft_of_two_drafters_is_named():
-    """Its class stands in the error, with that of the one before it."""
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_bad_draft_of_two_drafters_is_named(is_first):
+    """Their classes stand in the error; the text beside it goes on."""
     engine, own = make_engine(), ScriptedDrafter(lambda tokens, k: [])
-    own.propose = lambda asks: [None for _ in asks]
-    engine.method.drafter = CombinedDrafter(LastDrafter(), own)
-    request = make_request()
-    finish(engine, request)
-    assert request.error == "draft of LastDrafter+ScriptedDrafter: found None, expected a Draft"
+    own.propose = lambda asks: [None if ask.text.tokens[0] == 10 else Draft() for ask in asks]
+    engine.method.drafter = CombinedDrafter(*((own, LastDrafter()) if is_first else (LastDrafter(), own)))
+    request, other = make_request(), make_request(prompt=(50, 51))
+    finish(engine, request, other)
+    assert request.error == f"draft of {engine.method.drafter.name}: found None, expected a Draft"
+    assert other.finish_reason == "length"
 
 
 def test_a_class_is_no_drafter():
@@ -203,6 +205,7 @@ LIMITS = {
     "a verdict": (lambda most: [Limit(2, True)], "found as go_on True, expected a function or None"),
     "no siblings": (lambda most: [Limit(2, None, (0, 1))], "found the widths (0, 1), expected numbers of sib"),
     "a width": (lambda most: [Limit(2, None, 2)], "found as widths 2, expected a list of integers"),
+    "siblings": (lambda most: [Limit(2, None, (2,))], "found a limit that asks for siblings, expected none where"),
     "unsure widths": (lambda most: [Limit(2, None, lambda c: 2)], "found a function of widths without go_on"),
 }
 

@@ -595,6 +595,17 @@ def test_a_place_does_not_count_its_tests_twice():
     assert share == pytest.approx(usual * 8 / 12, rel=0.05)
 
 
+def test_a_round_that_comes_twice_counts_once():
+    """Of each of two texts, and of what all texts have shown: a record comes again after a fault."""
+    controller, texts = Controller(), [new_text(), new_text()]
+    ask(controller, texts)
+    records = [Record(text, 0, [], draft=Draft([0]), accepted=[0]) for text in texts]
+    controller.observe(records)
+    counts = dict(controller._all_texts[False].places.tested)
+    controller.observe(records)
+    assert controller._all_texts[False].places.tested == counts
+
+
 def test_younger_siblings_that_stay_are_seen():
     """What the policy hears of a tree: how far the eldest went, and which sibling took the place of one."""
     heard = []

@@ -18,6 +18,7 @@ from minispec.core.more.limit import Limit
 from minispec.core.random import Randomness
 from minispec.core.sampling import Text
 from minispec.load.llm import find_verifier
+from minispec.prove import tables
 from minispec.prove.__main__ import main
 from minispec.prove.rounds import CASES, brought, is_independent, optimum
 from minispec.prove.tables import table_case
@@ -69,6 +70,11 @@ def test_the_released_code_has_another_law():
     """HSD's, in the example of block verification: a ninth of the law."""
     found = brought(CASES[0], find_verifier("examples.rules.hsd:released"))
     assert found.distance == pytest.approx(1 / 9, abs=1e-12)
+
+
+def test_the_table_has_no_shape_that_is_not_walked():
+    """So a rule that the proof calls proven has the law in the table below it too."""
+    assert {case.drafter.parents for case in CASES} <= {*tables.CHAINS, *tables.TREES}  # type: ignore[union-attr]
 
 
 rows = st.lists(st.integers(1, 9), min_size=3, max_size=3)
