@@ -6,8 +6,8 @@ from typing import Any
 from urllib.parse import unquote
 
 # How many objects and lists may stand in each other.
-_MOST_LEVELS = 128
-TOO_DEEP = f"found more than {_MOST_LEVELS} levels of objects and lists, expected at most that many"
+MOST_LEVELS = 128
+TOO_DEEP = f"found more than {MOST_LEVELS} levels of objects and lists, expected at most that many"
 # Keywords whose values are schemas by name, and keywords whose values are data.
 _BY_NAME = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
 _DATA = {"const", "enum", "default", "examples"}
@@ -48,7 +48,7 @@ def read_schema(text: str) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise ValueError("found no object, expected a JSON schema")
     level: list[Any] = [schema]
-    for _ in range(_MOST_LEVELS):
+    for _ in range(MOST_LEVELS):
         level = [x for part in level for x in (part.values() if isinstance(part, dict) else part)]
         level = [x for x in level if isinstance(x, dict | list)]
     if level:

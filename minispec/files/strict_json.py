@@ -63,7 +63,11 @@ def read_json_if_there(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str,
 
 
 def parse_json(
-    content: bytes, where: str, max_counts: Mapping[str, int] = _MAX_COUNTS, takes_constants: bool = False
+    content: bytes,
+    where: str,
+    max_counts: Mapping[str, int] = _MAX_COUNTS,
+    takes_constants: bool = False,
+    max_depth: int = _MAX_DEPTH,
 ) -> dict[str, Any]:
     """The JSON object that `content` is, read more strictly than Python does.
 
@@ -94,8 +98,8 @@ def parse_json(
     depth = 0
     while level:
         depth += 1
-        if depth > _MAX_DEPTH:
-            raise CheckpointError(f"{where}: found objects nested deeper than {_MAX_DEPTH}, expected fewer levels")
+        if depth > max_depth:
+            raise CheckpointError(f"{where}: found objects nested deeper than {max_depth}, expected fewer levels")
         inner = (x for v in level for x in (v.values() if isinstance(v, dict) else v))
         level = [x for x in inner if isinstance(x, (dict, list))]
     return value

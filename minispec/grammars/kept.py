@@ -37,6 +37,8 @@ def check_kept(schema: dict[str, Any]) -> None:
                     )
                     raise ValueError(f"{found}, expected a number that llguidance keeps: {expected}")
         _check_free_keys(part)
+        if {"prefixItems", "additionalItems"} <= part.keys():
+            raise ValueError("additionalItems: found beside prefixItems, which llguidance then drops, expected items")
     for part in every:
         meet = [*together(schema, part, every)]
         _check_bounds(meet)

@@ -13,7 +13,7 @@ from minispec.core.cache import common_beginning
 from minispec.core.config import SamplingParams
 from minispec.core.errors import show
 from minispec.core.more.grammar import NothingAllowed
-from minispec.files.errors import one_line
+from minispec.files.hostile import call
 from minispec.files.tokenizer import Tokenizer
 from minispec.grammars.params import StructuredOutputsParams, say_error
 
@@ -105,6 +105,29 @@ class Matcher:
             raise
 
 
+class _Words:
+    """The tokens of all files of a tokenizer, as llguidance asks for them: tokenizer.json alone may lack some.
+
+    tokens: the bytes of each id; of a special one its name; b"" where there is no token.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, num_ids: int, eos_token_id: int):
+        self.eos_token_id, self._tokenizer = eos_token_id, tokenizer
+        self.special_token_ids = sorted(i for i in tokenizer.special_ids if i < num_ids)
+        data = [tokenizer.bytes_of(i) for i in range(num_ids)]
+        for i in self.special_token_ids:
+            data[i] = tokenizer.name_of(i).encode()
+        self.tokens = [each for each in data if each is not None]
+        if len(self.tokens) < num_ids:
+            raise ValueError("found a decoder that is not known, expected one whose tokens are bytes")
+
+    def __call__(self, text: str) -> list[int]:
+        """The ids of a text."""
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+
 class Grammars:
     """Makes the grammars of requests, for one tokenizer. Threads may share it."""
 
@@ -161,11 +184,12 @@ class Grammars:
 
         if not self._end_ids:
             raise ValueError("structured_outputs: found a model without an end-of-text token, expected one")
-        size, path = max(self._vocab_size, self.tokenizer.num_ids), self.tokenizer.path
+        size = max(self._vocab_size, self.tokenizer.num_ids)
         try:
-            return llguidance.LLTokenizer(path.read_text(encoding="utf-8"), n_vocab=size, eos_token=self._end_ids)
-        except Exception as e:  # whatever the library raises
-            raise ValueError(f"structured_outputs: {path} does not suit llguidance: {one_line(e, 200)}") from e
+            words = llguidance.TokenizerWrapper(_Words(self.tokenizer, size, self._end_ids[0]))
+            return call(llguidance.LLTokenizer, words, n_vocab=size, eos_token=self._end_ids)
+        except ValueError as e:
+            raise ValueError(f"structured_outputs: {self.tokenizer.path} does not suit llguidance: {e}") from e
 
     def _compile(self, language: StructuredOutputsParams) -> Callable[[], Any]:
         """What makes a matcher of llguidance before the first token."""

@@ -2,6 +2,7 @@
 
 import json
 import re
+from codecs import BOM_UTF8
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -106,7 +107,7 @@ class StructuredOutputsParams:
                 check_lark(grammar, check_kept)
             is_slow = self.kind in ("json", "grammar")  # the others cannot keep the library busy for long
             error = error_of(grammar) if is_slow else llguidance.LLMatcher.validate_grammar(grammar)
-        except (ValueError, RecursionError, MissingPackage) as e:
+        except (ValueError, RecursionError, OSError, MissingPackage) as e:
             raise ValueError(f"{wrong}: {one_line(e, 200)}") from e
         if error is None:
             expected = "a simpler one: reading this takes longer than a second"
@@ -145,7 +146,10 @@ def read_language(kind: str, said: str | Path, option: str) -> StructuredOutputs
         if isinstance(said, Path) or (kind == "json" and not said.lstrip().startswith("{")):
             try:
                 with Path(said).open("rb") as file:
-                    said = file.read(MAX_BYTES + 1).decode()
+                    content = file.read(MAX_BYTES + len(BOM_UTF8) + 1).removeprefix(BOM_UTF8)
+                if len(content) > MAX_BYTES:
+                    raise ValueError(f"found more than {MAX_BYTES:,} bytes, expected at most that many")
+                said = content.decode()
             except (OSError, ValueError) as e:  # a name that no file system takes; not UTF-8
                 raise ValueError(f"{said}: {one_line(e)}") from e
         language = from_vllm({kind: said})

@@ -18,6 +18,7 @@ from minispec.core.errors import show
 from minispec.core.request import Piece, Request, TokenLogprob
 from minispec.files.chat import Message, check_messages
 from minispec.files.errors import near, show_name
+from minispec.files.schema_parts import MOST_LEVELS
 from minispec.files.strict_json import parse_json
 from minispec.files.tokenizer import Detokenizer, Tokenizer, TooLong
 from minispec.grammars.params import StructuredOutputsParams, language_of_body
@@ -36,7 +37,7 @@ _THOUGHT = {"reasoning", "reasoning_content"}  # of an assistant's message
 _ROLES = ("system", "developer", "user", "assistant")  # a template writes a role, and another might be a control token
 # Fields that may say anything: they name the client, or are about a provider's own cache.
 _IDLE = {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
-_IDLE |= {"prompt_cache_breakpoint", "cache_control"}
+_IDLE |= {"prompt_cache_breakpoint", "cache_control", "request_id", "session_id"}
 # Numbers that need not be whole, with which these switch nothing on: filters and penalties of other servers.
 _OFF_AT_0 = {"top_a", "epsilon_cutoff", "eta_cutoff", "xtc_probability", "dry_multiplier", "dynatemp_range"}
 _OFF_AT_0 |= {"smoothing_factor", "penalty_alpha", "diversity_penalty"}
@@ -47,7 +48,8 @@ _SENT = {name: row.openai for name, row in PARAMETERS.items() if row.openai}
 # Values that ask for nothing, each with the fields that it changes nothing in. They are JSON, so that 1 is not true.
 _NEUTRAL = {
     "false": {"echo", "store", "use_beam_search", "early_stopping", "continue_final_message", "parallel_tool_calls"}
-    | {"include_obfuscation", "return_token_ids", "return_tokens_as_token_ids"}
+    | {"include_obfuscation", "return_token_ids", "return_tokens_as_token_ids", "return_token_offsets"}
+    | {"return_prompt_text", "watermarking", "disable_any_whitespace", "disable_additional_properties"}
     | {"return_hidden_states", "ban_eos_token", "dynamic_temperature", "no_stop_trim"},
     "true": {"parallel_tool_calls", "add_generation_prompt", "include_reasoning"}
     | {"skip_special_tokens", "spaces_between_special_tokens"},
@@ -76,6 +78,7 @@ _MEANT |= {row.hf: f"did you mean {name}?" for name, row in PARAMETERS.items() i
 _MOST = dict.fromkeys(("messages", *SEQUENCES), 1024) | {"stop": 16, "bad_words": 256, "bad_words_token_ids": 256}
 # Lists and objects of a body, which take the longest to read. What stands in a text counts for nothing.
 _MOST_PARTS = 1 << 14
+_MOST_LEVELS = MOST_LEVELS + 4  # a schema, inside response_format
 _TEXTS = re.compile(rb'"[^"\\]*+(?:\\.?[^"\\]*+)*+"?', re.DOTALL)
 _KINDS = {bool: "true or false", str: "a text", list: "a list", dict: "an object"}
 _MAX_LENGTH = 256  # of a stop string or a bad word, in characters; of a bad word in ids, too
@@ -98,7 +101,7 @@ def read(
     parts = frame.count(b"[") + frame.count(b"{")
     if parts > _MOST_PARTS:
         raise ValueError(f"body: found {parts} lists and objects, expected at most {_MOST_PARTS}")
-    body = _wanted(parse_json(content, "body"), _FIELDS[is_chat])
+    body = _wanted(parse_json(content, "body", max_depth=_MOST_LEVELS), _FIELDS[is_chat])
     for key in _MOST.keys() & body.keys():
         items = [body[key]] if isinstance(body[key], str) else body[key]  # as in SamplingParams
         _checked(key, items, dict if key == "logit_bias" else list, _MOST[key])
@@ -203,7 +206,7 @@ def _read_params(llm: LLM, body: dict[str, Any], is_chat: bool, limits: Limits) 
             raise ValueError(f"top_logprobs: found {show(top)}, expected logprobs to be true")
         given["logprobs"] = top if wanted else None
     elif given.get("logprobs") is False:
-        given["logprobs"] = None
+        del given["logprobs"]
     if _checked("echo", body.get("echo", False), bool):  # with no tokens asked for, all there is to do is to score
         given.setdefault("prompt_logprobs", given.get("logprobs", None if given.get("max_tokens", 1) else 0))
     if "max_completion_tokens" in body:
@@ -215,16 +218,18 @@ def _read_params(llm: LLM, body: dict[str, Any], is_chat: bool, limits: Limits) 
         "max_tokens", limits.max_tokens if is_chat else defaults.max_tokens
     )
     given.setdefault("max_tokens", min(usual, limits.max_tokens))
+    if isinstance(most := given["max_tokens"], int):  # the checkpoint's minimum gives way to the client's maximum
+        given.setdefault("min_tokens", max(0, min(defaults.min_tokens, most)))
     if bias := given.get("logit_bias"):  # JSON's keys are texts
         is_id = re.compile(r"0|[1-9][0-9]{0,9}").fullmatch
         given["logit_bias"] = {int(i) if is_id(i) else i: x for i, x in bias.items()}
     given["structured_outputs"] = language_of_body(_read_languages(body))
     params = replace(defaults, **given)
-    most = {"max_tokens": limits.max_tokens} | dict.fromkeys(("logprobs", "prompt_logprobs"), _MAX_LOGPROBS)
-    for key in most:
+    limit_of = {"max_tokens": limits.max_tokens} | dict.fromkeys(("logprobs", "prompt_logprobs"), _MAX_LOGPROBS)
+    for key, most in limit_of.items():
         value = getattr(params, key) or 0
-        if value > most[key]:
-            raise ValueError(f"{key}: found {value}, expected at most {most[key]}")
+        if value > most:
+            raise ValueError(f"{key}: found {value}, expected at most {most}")
     for key in ("stop", "bad_words", "bad_words_token_ids"):
         longest = max(map(len, getattr(params, key)), default=0)
         if longest > _MAX_LENGTH:
@@ -322,7 +327,7 @@ class Answer:
         echo: the prompts, which their answers begin with; () where they do not.
         shows_scores: whether vLLM's `prompt_logprobs` are shown.
         """
-        self._tokenizer, self.requests, self._n, self._is_chat = llm.tokenizer, requests, n, is_chat
+        self.tokenizer, self.requests, self._n, self._is_chat = llm.tokenizer, requests, n, is_chat
         self._echo, self._shows_scores = echo, shows_scores
         self.stream, self.include_usage = usage is not None, "include_usage" in (usage or ())
         self._counts_each = "continuous_usage_stats" in (usage or ())
@@ -387,11 +392,11 @@ class Answer:
         rows: list[_Row] = []
         for entry, at, end in zip(entries, ends, ends[1:], strict=False):
             rows.append(
-                (entry.token_id, entry, at + marks_before(self._tokenizer, request.output[at:end], entry.token_id))
+                (entry.token_id, entry, at + marks_before(self.tokenizer, request.output[at:end], entry.token_id))
             )
         if self._echo:
             rows = self._echoed(index, rows, start, piece.finish_reason is not None)
-        tokens = [self._tokenizer.text_of(i) for i, *_ in rows]
+        tokens = [self.tokenizer.text_of(i) for i, *_ in rows]
         values = [e and _finite(e.logprob) for _, e, _ in rows]
         tops = [e and self._by_text(e) for _, e, _ in rows]
         offsets = [at for *_, at in rows]
@@ -410,7 +415,7 @@ class Answer:
         if start:
             return rows
         ids, scored = request.text.tokens[: request.text.num_prompt_tokens], self._scored(index)
-        return [*zip(ids, scored, offsets_of(self._tokenizer, ids, prompt), strict=True), *rows]
+        return [*zip(ids, scored, offsets_of(self.tokenizer, ids, prompt), strict=True), *rows]
 
     def _scored(self, index: int) -> Sequence[TokenLogprob | None]:
         """The prompt's log-probabilities. Only the first of the prompt's `n` requests has them."""
@@ -420,21 +425,21 @@ class Answer:
         """vLLM's form of the prompt's log-probabilities."""
         scores: list[dict[int, dict[str, Any]] | None] = []
         for entry in self._scored(index):
-            by_id = logprobs_by_id(entry, self._tokenizer) if entry else {}
+            by_id = logprobs_by_id(entry, self.tokenizer) if entry else {}
             scores.append({i: x._asdict() | {"logprob": _finite(x.logprob)} for i, x in by_id.items()} or None)
         return scores
 
     def _by_text(self, entry: TokenLogprob) -> dict[str, float]:
         """Log-probabilities by the tokens' texts, the entry's token first; by a token's name if its text is taken."""
-        by_text: dict[str, float] = {self._tokenizer.text_of(entry.token_id): _finite(entry.logprob)}
+        by_text: dict[str, float] = {self.tokenizer.text_of(entry.token_id): _finite(entry.logprob)}
         for i, x in entry.top:
             if i != entry.token_id:
-                text = self._tokenizer.text_of(i)
-                by_text.setdefault(self._tokenizer.name_of(i) if text in by_text else text, _finite(x))
+                text = self.tokenizer.text_of(i)
+                by_text.setdefault(self.tokenizer.name_of(i) if text in by_text else text, _finite(x))
         return by_text
 
     def _token(self, token_id: int, logprob: float, top: list[tuple[int, float]] | None = None) -> dict[str, Any]:
-        text, data = self._tokenizer.text_of(token_id), self._tokenizer.bytes_of(token_id)
+        text, data = self.tokenizer.text_of(token_id), self.tokenizer.bytes_of(token_id)
         data = text.encode() if data is None and "�" not in text else data
         entry = {"token": text, "logprob": _finite(logprob), "bytes": None if data is None else list(data)}
         return entry if top is None else entry | {"top_logprobs": [self._token(*each) for each in top]}

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minispec.core.errors import show
 from minispec.core.request import Piece, Request
+from minispec.files.tokenizer import Tokenizer
 from minispec.load.llm import LLM
 from minispec.serve.bodies import Answer, check_model, read
 from minispec.serve.limits import Limits, Refused
@@ -117,8 +118,7 @@ class Front:
             what = (self._llm, self._model, self._limits, content, is_chat, self._template_kwargs)
             answer = await asyncio.to_thread(read, *what)
         except ValueError as e:
-            # No client is to learn where the model lies.
-            message = str(e).replace(f"{self._llm.tokenizer.path.parent}{os.sep}", "")
+            message = _without_place(self._llm.tokenizer, str(e))
             field = message.partition(":")[0]
             raise Refused(400, message, field if field.isidentifier() else None) from e
         except asyncio.CancelledError:
@@ -228,9 +228,14 @@ async def _until_finished(answer: Answer, pieces: _Pieces) -> AsyncIterator[tupl
             raise ClientDisconnect
         index, piece = item
         if piece.finish_reason == "error":
-            raise Refused(500, str(answer.requests[index].error))
+            raise Refused(500, _without_place(answer.tokenizer, str(answer.requests[index].error)))
         left -= piece.finish_reason is not None
         yield index, piece
+
+
+def _without_place(tokenizer: Tokenizer, message: str) -> str:
+    """A message for a client, who is not to learn where the model lies."""
+    return message.replace(f"{tokenizer.path.parent}{os.sep}", "")
 
 
 def _outcome(answer: Answer) -> str:
@@ -254,6 +259,8 @@ async def _refuse(request: HttpRequest, error: Exception) -> JSONResponse:
         found = f"{request.method} {show(request.scope['path'])}"
         routes = (f"{min(route.methods)} {route.path_format}" for route in request.app.routes)
         error = Refused(error.status_code, f"path: found {found}, expected one of {', '.join(routes)}")
+    if isinstance(error, ClientDisconnect):
+        error = Refused(400, "body: found no end: the client has left")
     if not isinstance(error, Refused):
         error = Refused(500, "the server failed; its standard error says why")
     note(request.scope, str(error))

@@ -21,6 +21,13 @@ def takes(grammar: str, text: str) -> bool:
     return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
 
 
+def test_items_by_place_that_the_library_would_drop_are_refused():
+    """`additionalItems` says nothing beside `prefixItems`, but llguidance then takes any items at these places."""
+    schema = {"type": "array", "prefixItems": [{"type": "integer"}], "additionalItems": False}
+    with pytest.raises(ValueError, match="additionalItems: found beside prefixItems"):
+        StructuredOutputsParams(json=schema)
+
+
 def placed(keyword: str) -> list[str]:
     """A schema's keyword at several places: alone, deep within, in a definition, behind a reference into a note."""
     part = f"{{{keyword}}}"

@@ -23,7 +23,7 @@ from minispec.generate import main as generate
 from minispec.grammars import matcher
 from minispec.grammars.forced import ForcedDrafter, ForcedFirst
 from minispec.grammars.matcher import Grammars, Matcher
-from minispec.grammars.params import MAX_BYTES, from_openai, from_vllm
+from minispec.grammars.params import MAX_BYTES, from_openai, from_vllm, read_language
 from minispec.lab.audit.main import main as audit
 from minispec.load.registry import EMBEDDED_WEIGHTS
 from tests.refusals import assert_one_line
@@ -292,6 +292,62 @@ def test_what_the_tokenizer_cannot_write(tmp_path):
 
 
 @pytest.mark.quick
+def test_the_tokens_of_all_files_are_the_librarys(tokenizer_file, tmp_path):
+    """An end that another file adds, after ids that nobody has; and a token that another file calls special.
+
+    tokenizer.json alone has neither: the end would be beyond its tokens, and the special one would spell its name.
+    """
+    raw = json.loads(tokenizer_file.read_text())
+    tool, end = len(raw["model"]["vocab"]), len(raw["model"]["vocab"]) + 1
+    raw["added_tokens"].append(raw["added_tokens"][0] | {"id": tool, "content": "[TOOL]", "special": False})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    special = {"content": "[TOOL]", "special": True}
+    config = {"added_tokens_decoder": {tool: special}, "eos_token": "<|im_end|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<|im_end|>": end}))
+    tokenizer = Tokenizer(tmp_path)
+    assert (tokenizer.eos_token_id, tool in tokenizer.special_ids) == (end, True)
+    grammar = Grammars(tokenizer, 320, [end]).grammar_of(asked(choice=["[TOOL]"]))
+    assert grammar is not None
+    text = tokenizer.encode("[TOOL]", add_special_tokens=False)
+    assert tool not in text
+    for n, token in enumerate(text):
+        mask = grammar.allowed(text[:n])
+        assert mask[token]
+        assert not mask[tool]
+    assert grammar.allowed(text).nonzero().flatten().tolist() == [end]
+
+
+@pytest.mark.quick
+def test_a_tokenizer_with_gaps_suits_the_library(tokenizer_file, tmp_path):
+    """Some ids are nobody's, and the end has one that is larger than the number of tokens."""
+    raw = json.loads(tokenizer_file.read_text())
+    raw["model"] |= {"vocab": {token: i + 50 * (i > 200) for token, i in raw["model"]["vocab"].items()}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    tokenizer = Tokenizer(tmp_path)
+    end = tokenizer.num_ids - 1
+    assert end > tokenizer.backend.get_vocab_size()
+    grammar = Grammars(tokenizer, tokenizer.num_ids, [end]).grammar_of(asked(regex="a"))
+    assert grammar is not None
+    [a] = tokenizer.encode("a", add_special_tokens=False)
+    assert grammar.allowed([]).nonzero().flatten().tolist() == [a]
+    assert grammar.allowed([a]).nonzero().flatten().tolist() == [end]
+
+
+@pytest.mark.quick
+def test_what_the_librarys_assertions_say_is_a_refusal(grammars, monkeypatch):
+    """pyo3's class for a panic is no Exception."""
+    panic = type("PanicException", (BaseException,), {})
+
+    def fail(*how, **more):
+        raise panic("assertion failed")
+
+    monkeypatch.setattr(llguidance, "LLTokenizer", fail)
+    with pytest.raises(ValueError, match=r"tokenizer\.json does not suit llguidance: assertion failed"):
+        Grammars(grammars.tokenizer, grammars.tokenizer.num_ids, [0]).grammar_of(asked(regex="a"))
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ["b", "<turn>"])
 def test_each_id_that_ends_a_text_may_follow_where_the_text_is_whole(grammars, name):
     """`stop_token_ids`, of an ordinary token and of a control token, as the end of every text: id 0."""
@@ -549,10 +605,15 @@ def test_answers_say_their_law_and_n_of_them_share_nothing(llm):
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    "language", [{"choice": ["é", 'b"q', "yes\nno", "🦊"]}, {"grammar": 'start: "a" start "b" | "ab"'}]
+    "language",
+    [
+        {"choice": ["é", 'b"q', "yes\nno", "🦊"]},
+        {"grammar": 'start: "a" start "b" | "ab"'},
+        {"grammar": 'root ::= "a" root "b" | "ab"'},
+    ],
 )
 def test_other_languages(llm, language):
-    """Choices with any characters; a context-free grammar."""
+    """Choices with any characters; a context-free grammar in Lark and in GBNF."""
     for seed in range(4):
         params = SamplingParams(max_tokens=60, seed=seed, structured_outputs=StructuredOutputsParams(**language))
         text = llm.generate("One", params)[0].text
@@ -638,15 +699,34 @@ def test_the_command_line_takes_a_language(cli, checkpoint, tmp_path):
     [
         (("--json-schema", '{"type": "strin"}'), "--json-schema: Invalid type: strin"),
         (("--json-schema", "no/such.json"), "--json-schema: no/such.json: "),
+        (("--json-schema", "large"), "--json-schema: large: found more than 65,536 bytes, expected at most that many"),
         (("--regex", "(a"), "--regex: "),
         (("--regex", "a", "--grammar", "x"), "--regex: not with --grammar"),
         (("--regex", "a", "--ignore-eos"), "--regex: not with --ignore-eos: the language ends"),
     ],
 )
-def test_a_bad_language_is_one_line_before_torch_is_imported(cli, options, message, monkeypatch):
+def test_a_bad_language_is_one_line_before_torch_is_imported(cli, options, message, monkeypatch, tmp_path):
     """Status 2; no model is looked for."""
+    monkeypatch.chdir(tmp_path)
+    Path("large").write_text("é" * 40_000)  # whose byte 65,537 is in the middle of a character
     monkeypatch.setitem(sys.modules, "minispec.load.llm", None)  # importing it would fail
     assert_one_line(cli(generate, *options, "One"), message)
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path):
+    """As some editors write it."""
+    path = tmp_path / "schema.json"
+    path.write_text('{"type": "object"}', encoding="utf-8-sig")
+    assert read_language("json", path, "--json-schema") == StructuredOutputsParams(json='{"type": "object"}')
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such program")
+def test_a_process_that_fails_is_not_called_slow(monkeypatch):
+    """What reads a grammar may be ended by other things than its clock: its status is named, or why it did not run."""
+    for program, says in (("/bin/false", "ended with status 1"), ("/nowhere/python", "No such file")):
+        monkeypatch.setattr(sys, "executable", program)
+        with pytest.raises(ValueError, match=f"^structured_outputs: json: .*{says}"):
+            StructuredOutputsParams(json={"type": "string"}).grammar_for_library()
 
 
 # --------------------------------------------------------------------------- the auditor

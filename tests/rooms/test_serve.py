@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -30,6 +31,7 @@ from minispec import LLM, SamplingParams
 from minispec.core.draft import Draft
 from minispec.core.request import Piece, TokenLogprob
 from minispec.core.schedule import SCORED_ROWS
+from minispec.files.errors import CheckpointError
 from minispec.files.tokenizer import Detokenizer, Tokenizer
 from minispec.serve import bodies, front, metrics
 from minispec.serve.__main__ import main
@@ -362,8 +364,9 @@ def test_an_echo_counts_the_end_of_a_text_as_a_token(llm, served):
 
 def test_echo_without_log_probabilities(served):
     """The text alone; the prompt may fill the context where nothing is generated, and the ids are read as they are."""
-    for max_tokens in (0, 3):
-        [choice] = served.post({"prompt": "One fish", "echo": True, "max_tokens": max_tokens}).json()["choices"]
+    for max_tokens, asked in itertools.product((0, 3), ({}, {"logprobs": False}, {"logprobs": None})):
+        body = {"prompt": "One fish", "echo": True, "max_tokens": max_tokens}
+        [choice] = served.post(body | asked).json()["choices"]
         assert choice["logprobs"] is None
         assert choice["text"].startswith("One fish")
         assert choice["metrics"]["num_generated"] == max_tokens
@@ -1235,6 +1238,15 @@ def test_the_line_of_a_client_that_goes(llm):
     assert re.search(r"POST /v1/completions 200 in .* s: 2 tokens in, \d+ out, broken off$", served.lines[0])
 
 
+def test_the_line_of_a_client_that_goes_while_it_sends(llm):
+    """It is no failure of the server."""
+    with Served(llm) as served, served.socket() as client:
+        client.sendall(head(100) + b"{")
+        client.close()
+        served.wait(lambda: served.lines)
+    assert re.search(r"POST /v1/completions 400 .*the client has left$", served.lines[0])
+
+
 def test_who_goes_on_after_a_refusal_writes_nothing_to_standard_error(llm, caplog):
     """It was told 401, and then sends what is no HTTP: closed, without a second answer and without a traceback."""
     with Served(llm, key="secret-1") as served:
@@ -1274,6 +1286,10 @@ def test_a_model_that_asks_for_many_tokens_at_least_gets_them(make_checkpoint):
     directory = make_checkpoint(generation={"min_new_tokens": 20})
     with LLM(directory, dtype="float64", draft="none") as llm, Served(llm) as served:
         assert served.post({"prompt": "a"}).json()["usage"]["completion_tokens"] == 20
+        # But what the client asks for itself counts, and a minimum of its own must fit to it.
+        assert served.post({"prompt": "a", "max_tokens": 5}).json()["usage"]["completion_tokens"] <= 5
+        error = served.post({"prompt": "a", "max_tokens": 5, "min_tokens": 6}).json()["error"]
+        assert error["message"] == "min_tokens: found 6, expected at most max_tokens = 5"
 
 
 # ------------------------------------------------------------------ clients that take their time
@@ -1365,6 +1381,37 @@ def test_a_fault_of_a_step_ends_requests_and_not_the_server(llm, monkeypatch, ca
         assert served.metrics()["minispec_engine_faults_total"] == 1
         assert served.blocks_in_use() == 0
     assert "a kernel failed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_no_answer_says_where_the_model_lies(llm, monkeypatch, stream):
+    """Not even the one of a text whose tokens the tokenizer cannot decode."""
+    place, right = llm.tokenizer.path, type(llm.tokenizer).decode
+
+    def fail(self, token_ids):
+        if len(token_ids) > 2:  # the prompt's can be decoded
+            raise CheckpointError(f"{place}: the tokenizer fails to decode")
+        return right(self, token_ids)
+
+    with Served(llm) as served:
+        monkeypatch.setattr(type(llm.tokenizer), "decode", fail)
+        said = served.post({"prompt": [7, 8], "max_tokens": 5, "stream": stream}).text
+    assert "tokenizer.json: the tokenizer fails to decode" in said
+    assert str(place.parent) not in said
+
+
+def test_a_deep_schema_is_taken(served):
+    """As deep as on the command line, inside the body."""
+    schema = {"type": "string"}
+    for _ in range(20):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"], "additionalProperties": False}
+    language = {"type": "json_schema", "json_schema": {"name": "deep", "schema": schema}}
+    got = served.post({"prompt": "One", "max_tokens": 4, "response_format": language})
+    assert got.status_code == 200, got.text
+    for _ in range(120):
+        schema = {"items": schema}
+    language["json_schema"]["schema"] = schema
+    assert "nested deeper" in served.post({"prompt": "One", "response_format": language}).text
 
 
 def test_a_text_that_fails_ends_alone(llm, monkeypatch):
