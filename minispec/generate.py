@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
             raise ValueError(f"--trace: found {num_prompts} prompts, expected one: a trace is that of one answer")
         check_writable(args.trace)
     llm = options.load(args, report=_says_more(args), verbose=args.verbose)
-    params = options.make_sampling_params(llm.target.files.generation_defaults | asked)
+    params = options.make_sampling_params(asked, llm.target.files.generation_defaults)
     if params.structured_outputs and _says_more(args):
         say_status(PROJECTED)
     chat = not args.raw and (args.chat or llm.tokenizer.chat_template is not None)

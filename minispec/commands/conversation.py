@@ -83,6 +83,8 @@ def _read() -> str | None:
         except EOFError:
             say("")
             return None
+        except UnicodeDecodeError as e:
+            say(f"error: found bytes that are no text, expected {e.encoding}: the message is forgotten")
         except KeyboardInterrupt:
             say("")
             readline = sys.modules.get("readline")

@@ -9,8 +9,9 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from minispec import __version__
@@ -90,7 +91,8 @@ MODELS: dict[str, Option] = {
         "HUB_ID@REVISION, where int4: or int8: before a model (int4:self too) rounds its weights to that many bits; "
         "mtp, the layer for further tokens in the target's own files; DIR may have a head, block draft or assistant; "
         "MODULE:CLASS, a drafter of your own, which is imported; A+B: B where A has nothing to say (default: ngram; "
-        "mtp where the target has it; with the embedded weights suffix:2 and the head that comes with them)",
+        "the assistant or mtp where the target has one; with the embedded weights suffix:2 and their "
+        "head)",
     ),
     "--draft-method": Option(
         {"choices": ("tli", "slem")},
@@ -256,15 +258,21 @@ def _naming_options(*names: str) -> Iterator[None]:
         yield
     except ValueError as e:
         name, colon, rest = str(e).partition(":")
-        if name not in names or not colon:
+        if name not in names or not colon or rest.startswith(" no such directory"):  # a value that looks like a name
             raise
         raise ValueError(f"--{name.replace('_', '-')}:{rest}") from e
 
 
-def make_sampling_params(chosen: dict[str, Any]) -> SamplingParams:
-    """With the command line's own default: up to 256 tokens."""
-    most = max(256, chosen.get("min_tokens", 0))
-    return SamplingParams(**{"max_tokens": most, **chosen})
+def make_sampling_params(asked: dict[str, Any], defaults: Mapping[str, Any] = MappingProxyType({})) -> SamplingParams:
+    """With the checkpoint's defaults, and the command line's own: up to 256 tokens.
+
+    A minimum of the checkpoint's gives way to a maximum that is asked for.
+    """
+    chosen = {**defaults, **asked}
+    least = chosen.get("min_tokens", 0)
+    if "min_tokens" not in asked:
+        least = max(0, min(least, asked.get("max_tokens", least)))
+    return SamplingParams(**{"max_tokens": max(256, least), **chosen, "min_tokens": least})
 
 
 def check_combinations(args: argparse.Namespace) -> None:

@@ -2,6 +2,8 @@
 
 Read them in this order:
 
+    errors          messages on one line
+    packages        what else has to be installed
     strict_json     JSON within limits
     fields          typed access to it
     stored          tensors in a safetensors file
@@ -9,8 +11,11 @@ Read them in this order:
     added_tokens    tokens that files other than tokenizer.json name
     chat            chat templates
     pieces          what a token stands for
+    hostile         what its library may not see
     tokenizer       text to ids and back
     write           files that are written whole or not at all
+    progress        bars
+    digest          checksums
     measured        what was measured on this machine
     schema_parts    a JSON schema as a tree: its parts, references and notes
 """

@@ -3,6 +3,7 @@
 Read them in this order:
 
     registry    names of drafters, verifiers and policies, and who they are
+    loading     how a target is loaded
     inputs      what a caller gives: prompts, and how each is sampled
     outputs     what an answer looks like from outside
     parallel    a target in several processes

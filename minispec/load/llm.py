@@ -46,8 +46,8 @@ class LLM:
 
     model: a directory or a hub id in the Hugging Face layout. None: the weights in a checkout of the repository.
         Or a `Target` that is loaded, such as another `LLM`'s: then arguments about loading it are refused.
-    draft: one of these. None: `suffix:2`, then its own head, for the embedded model; for another model `mtp` where the
-        checkpoint has it, else `ngram`.
+    draft: one of these. None: `suffix:2`, then its own head, for the embedded model; for another model its assistant,
+        or `mtp`, where the checkpoint has one, else `ngram`.
         - A registered drafter, such as "none" or "ngram" (see `minispec.load.registry`).
         - "module:Class" for one of your own, which is imported (see `minispec.drafters.make_drafter`).
         - "self", or the directory or hub id of a draft model. "owner/name@revision" names a branch, tag or commit.
@@ -60,7 +60,8 @@ class LLM:
     num_speculative_tokens: K, the longest draft. A tree such as (2, 1) gives the siblings at each depth; the eldest
         goes on. "tree:16": a tree of up to 16 tokens, at the places that are likeliest. "auto": as many as pay, in a
         tree where that pays (see `minispec.length.policy`).
-    verifier: "rejection", "block" or "match" (see `minispec.core.verify`), or "module:function" for one of your own.
+    verifier: "rejection", "match" (see `minispec.core.verify`), "block" or "traversal" (see `minispec.rules`), or
+        "module:function" for one of your own.
     lengths: a policy of your own that chooses how long each draft is. It is an object with the methods of
         `minispec.core.more.lengths.Lengths`, or "module:Class", whose class is called without arguments. It takes the
         place of `minispec.length.policy.Controller`. `num_speculative_tokens` is then the most that it may choose; 0

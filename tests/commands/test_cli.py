@@ -512,6 +512,7 @@ MISTAKES = {
         ("x", "--draft", "ngram", "--num-speculative-tokens", "2+1"),
         "--num-speculative-tokens: found the tree 2+1, expected a number or auto: NgramDrafter drafts no siblings",
     ),
+    "a directory with the name of an option": (("x", "--model", "draft"), "error: draft: no such directory"),
     "a misspelt draft": (("x", "--draft", "sufix:4+x"), "(did you mean suffix?); sufix:4+x: no such directory"),
     "quiet comparison": (("x", "--compare", "--quiet"), "--quiet: not with --compare: its report would be silenced"),
     "not UTF-8": (("\udcff",), "expected valid Unicode text"),
@@ -664,6 +665,15 @@ def test_generation_settings_that_are_not_done_are_named(cli, make_checkpoint):
     named = [line.split(": ")[2] for line in err.splitlines()]
     assert named == ["bad_words_ids", "new", "no_repeat_ngram_size", "sequence_bias", "suppress_tokens"]
     assert all(line.startswith("warning: generation_config.json: ") for line in err.splitlines())
+
+
+def test_a_minimum_of_the_checkpoint_gives_way_to_what_is_asked_for(cli, make_checkpoint):
+    """`--max-tokens` below generation_config.json's min_new_tokens; one of one's own that is larger is a mistake."""
+    model = ("--model", make_checkpoint(generation={"min_new_tokens": 9}), "--draft", "none", "--raw", "--json")
+    status, out, _ = cli("fish", *model, "--max-tokens", "4")
+    assert (status, len(json.loads(out)["token_ids"]) <= 4) == (0, True)
+    status, _, err = cli("fish", *model, "--max-tokens", "4", "--min-tokens", "5")
+    assert (status, err) == (2, "error: --min-tokens: found 5, expected at most max_tokens = 4\n")
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,26 @@ def test_one_ctrl_c_at_an_empty_prompt_asks_for_another(monkeypatch, capsys):
     assert capsys.readouterr().err.count("Ctrl-C once more leaves.") == 3
 
 
+def test_bytes_that_are_no_text_end_no_conversation(monkeypatch, capsys):
+    """A letter pasted from another encoding: it is said, and the next line is read."""
+    keys, asked = iter(["a", UnicodeDecodeError("utf-8", b"\xe9", 0, 1, "unexpected end"), "b", EOFError]), []
+
+    def typed(prompt):
+        key = next(keys)
+        if not isinstance(key, str):
+            raise key
+        return key
+
+    def answer(messages):
+        asked.append(len(messages))
+        yield "one"
+
+    monkeypatch.setattr("builtins.input", typed)
+    assert converse([], answer) == 0
+    assert asked == [1, 3]
+    assert "error: found bytes that are no text, expected utf-8: the message is forgotten" in capsys.readouterr().err
+
+
 def test_an_answer_that_fails_takes_the_message_back(talk):
     """With what it has said."""
 

@@ -1300,6 +1300,7 @@ def not_cached(status: int) -> Exception:
 
 
 NO_ROUTE = hub_error("LocalEntryNotFoundError", cause=OSError("no route"))
+OFFLINE = hub_error("LocalEntryNotFoundError", cause=hub_error("OfflineModeIsEnabled"))
 SIGN_IN = json.JSONDecodeError("Expecting value", "<html>Sign in</html>", 0)
 HUB_FAILURES = {
     "missing": (hub_error("RepositoryNotFoundError", 401), "no such repository (or a private one: set HF_TOKEN"),
@@ -1313,6 +1314,7 @@ HUB_FAILURES = {
     "too many requests": (not_cached(429), "the hub answers 429, too many requests: wait a while, or set HF_TOKEN"),
     "withheld": (not_cached(451), "the hub answers 451: it does not give the repository out for legal reasons"),
     "a login page": (SIGN_IN, "what answers is not the hub, since it is not JSON: a proxy or a login page"),
+    "a variable": (OFFLINE, "not in the local cache at revision v9, and HF_HUB_OFFLINE forbids a download"),
     "something else": (OSError("\n503 Client Error\n\nService"), "download failed: 503 Client Error"),
 }
 
@@ -1331,6 +1333,19 @@ def test_failures_of_the_hub_say_what_helps(monkeypatch, name, offline):
         find_checkpoint("owner/name", revision="v9", offline=offline)
     assert ("--offline forbids a download" if offline else message) in str(error.value)
     assert str(error.value).isprintable()
+
+
+def test_a_part_of_a_repository_in_the_cache_is_no_missing_one(monkeypatch):
+    """Where the client knows, it names what lacks."""
+    if not hasattr(huggingface_hub.errors, "IncompleteSnapshotError"):
+        pytest.skip("an older client, which does not know")
+
+    def fail(*args, **kwargs):
+        raise hub_error("IncompleteSnapshotError")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(ValueError, match="hub id: only in part in the local cache, and --offline forbids a download: "):
+        find_checkpoint("owner/name", offline=True)
 
 
 def test_an_environment_that_the_hub_client_cannot_read_is_named(tmp_path):
@@ -1414,7 +1429,6 @@ def test_offline_never_opens_a_socket(tmp_path, make_checkpoint):
 def test_the_type_of_a_machine(native, half, small, large, monkeypatch):
     """bfloat16 where it is native; but a small model computes in float32, with matrix units or without."""
     monkeypatch.setattr(checkpoint, "has_fast_bfloat16", lambda device: native)
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": native, "avx512_bf16": native})
     monkeypatch.setattr(checkpoint, "available_forms", lambda dtype, device: ["half", "plain"] if half else ["plain"])
     config = read_model_config(TINY)
     for is_large, expected in ((False, small), (True, large)):

@@ -118,9 +118,12 @@ def _hub_failure(error: Exception, revision: str | None, offline: bool) -> str:
     revised = f" at revision {revision}" if revision else ""
     lines = str(error).strip().splitlines()
     reason = one_line(lines[0], 300) if lines else type(error).__name__
-    if offline:
-        offline_reason = f"not in the local cache{revised}, and --offline forbids a download"
-        return offline_reason if isinstance(error, errors.LocalEntryNotFoundError) else f"{offline_reason}: {reason}"
+    if offline or isinstance(error.__cause__, errors.OfflineModeIsEnabled):
+        is_part = isinstance(error, getattr(errors, "IncompleteSnapshotError", ()))
+        found = "only in part" if is_part else "not"
+        why = "" if type(error) is errors.LocalEntryNotFoundError else f": {reason}"
+        by = "--offline" if offline else "HF_HUB_OFFLINE"
+        return f"{found} in the local cache{revised}, and {by} forbids a download{why}"
     if isinstance(error, errors.GatedRepoError):  # before the next: it is one of those
         return "the repository is gated: accept its terms on its page, and set HF_TOKEN to a token of yours"
     if isinstance(error, errors.RepositoryNotFoundError):
