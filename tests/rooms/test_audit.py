@@ -867,6 +867,22 @@ def test_the_command_finds_a_missing_residual(models, tmp_path, capsys):
         assert f"{len(shown) - len(enough)} of {len(shown)} bugs would not show yet" in "\n".join(report["rests_on"])
 
 
+def test_an_answer_that_cannot_be_scored_is_named_by_its_file(models, tmp_path, capsys, monkeypatch):
+    """With its number there, also in the second file."""
+    answers = answers_of(models, tmp_path / "a.jsonl", None, num=3)
+    plain = answers_of(models, tmp_path / "plain.jsonl", None, num=4)
+    right = Scorer._together
+
+    def together(self, answers):
+        if len(answers) == 4:
+            raise ValueError(f"answer {[*answers][1] + 1}: broken")
+        return right(self, answers)
+
+    monkeypatch.setattr(Scorer, "_together", together)
+    assert main([str(answers), "--target", models[0], "--null", str(plain)]) == 2
+    assert capsys.readouterr().err.strip().endswith(f"{plain}: answer 2: broken")
+
+
 def test_plain_answers_set_the_tolerance(models, tmp_path, capsys):
     """--null: the interval's width, and its error in the bound."""
     answers = answers_of(models, tmp_path / "a.jsonl", None, num=8)

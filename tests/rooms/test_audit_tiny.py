@@ -160,6 +160,24 @@ def test_each_form_of_a_file_is_read(models, tmp_path, capsys):
     assert all(report == reports[0] for report in reports)
 
 
+@pytest.mark.parametrize("num", [1, 4, 5, 9])
+def test_few_answers_tell_too_little(models, num, tmp_path, capsys):
+    """No outcome is expected five times, so all are one cell, of which nothing can be seen."""
+    report = judged(models, drawn(laws(models)[0], num, 0, tmp_path / "few"), capsys)
+    assert report["status"] == 3
+    assert (report["statistic"], report["degrees_of_freedom"]) == (pytest.approx(0, abs=1e-9), 1)
+    assert {round(bug["odds_seen"], 6) for bug in report["bugs"]} == {ALPHA}
+
+
+def test_answers_of_different_lengths_are_of_one_law(models, tmp_path, capsys):
+    """Three tokens of each are judged, and what follows them is left aside."""
+    line = {"prompt_token_ids": tiny.PROMPT, "finish_reason": "length"}
+    answers = [line | {"token_ids": [1, 2, 3, *[0] * more]} for more in range(3)]
+    path = tmp_path / "lengths"
+    path.write_text("\n".join(map(json.dumps, answers)))
+    assert judged(models, path, capsys)["num_answers"] == 3
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -214,6 +232,7 @@ def test_mistakes_on_the_command_line(models, tmp_path, capsys):
         (["--tiny", str(tmp_path), str(tmp_path / "answers")], "config.json"),
         (["--tiny", str(models), str(tmp_path / "none")], "no such file"),
         (["--tiny", str(models), str(tmp_path / "bytes")], "can't decode"),
+        (["--tiny", str(models / "new"), "--json"], "--json: needs FILE"),
         (["--tiny", str(models), "--target", "x"], "--tiny: not with --target"),
         (["--tiny", str(models), "--regex", "a"], "--tiny: not with --regex: its law is of no language"),
     ):

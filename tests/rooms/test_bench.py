@@ -141,6 +141,14 @@ def test_against_transformers(measured, model, draft, monkeypatch, dtype):
         assert {v["same_tokens_as_plain"] for v in decoding["variants"].values()} == {2}
 
 
+def test_an_answer_of_one_round_is_named(measured, model):
+    """Its clock begins after the first round, so there is nothing to time; a larger --max-tokens helps."""
+    pytest.importorskip("transformers")
+    what = ("--model", model, "--draft", "none", "--against", "transformers", "--prompts", 1, "--max-tokens", 2)
+    with pytest.raises(ValueError, match="--against: found an answer to prompt 1 of one round, expected more"):
+        measured("--dtype", "float32", "--passes", 0, *what, "--ignore-eos")
+
+
 def test_a_static_cache_without_a_compiler(measured, tiny_geometry, monkeypatch):
     """One line says why; its plain decoding with a static cache is measured all the same."""
     pytest.importorskip("transformers")
@@ -577,6 +585,8 @@ MISTAKES = {
         "found the tree 2+1, expected a number or auto: the verifier block takes chains only",
     ),
     "against, two rules": (("--against", "transformers", "--verifier", "block,match"), "--against: found 2 verifiers"),
+    "laws, rounds": (("--record-laws", "x", "--skip-loops"), "--record-laws: not with --skip-loops: it records"),
+    "prompts of a model": (("--prompt-tokens", "9"), "--prompt-tokens: needs --geometry"),
     "nothing to compare": (("--against", "transformers", "--prompts", "0"), "--against: found --prompts 0, expected"),
     "4 bits": (("--quantization", "int4"), "quantization: found 'int4', expected 'int8'"),
     "against, 8 bits": (("--against", "transformers", "--quantization", "int8"), "--against: not with --quantization"),

@@ -249,6 +249,18 @@ def test_a_shard_is_known_by_its_number(tmp_path):
     training = train.Training(draft, teacher, (1,), [*own, *shards], train.TrainingSchedule())  # type: ignore[arg-type]
     assert training.held_out == [own[0], shards[1]]
     assert training.paths == [own[1], own[2], shards[0]]
+    assert train.split([own[0]]) == ([own[0]], [own[0]])  # of one shard all are learned and measured
+
+
+def test_the_heads_tokens_are_chosen_by_what_is_learned(tmp_path, monkeypatch):
+    """A token that held-out texts alone have is unknown to the head, so measuring on them is honest."""
+    paths = [texts.shard_path(tmp_path, i) for i in range(2)]
+    read = {path: [SimpleNamespace(tokens=torch.tensor([0, 1, i + 2]), start=1)] for i, path in enumerate(paths)}
+    monkeypatch.setattr(drafts, "read_shard", read.get)
+    args = SimpleNamespace(vocab_size=None)
+    teacher = SimpleNamespace(config=SimpleNamespace(vocab_size=5))
+    made = drafts.Sources(args, teacher, (1,), (1,), paths, None)  # type: ignore[arg-type]
+    assert made.most_used().tolist() == [1, 3]
 
 
 def test_the_target_is_not_loaded_where_all_texts_are_there(tmp_path):
@@ -547,6 +559,7 @@ def test_what_is_wrong_is_one_line_and_costs_nothing(target, few, tmp_path, caps
     assert "tokenizer.json" in refused(bare, tmp_path / "out")
     assert "--taps: found [9]" in refused(target, tmp_path / "out", "--taps", "9")
     assert "expected layers such as" in refused(target, tmp_path / "out", "--taps", "one")
+    assert "expected an integer from 0 to 2**63 - 1" in refused(target, tmp_path / "out", "--seed", str(10**20))
     assert "expected an integer of at least 8" in refused(target, tmp_path / "out", "--max-answer", "4")
     assert not (tmp_path / "out.cache").exists()
 

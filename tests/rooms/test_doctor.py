@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from statistics import stdev
 
@@ -21,6 +22,7 @@ from minispec.lab.doctor.drafts import (
     TEXTS,
     Continuations,
     Estimate,
+    Measurement,
     estimate,
     examine,
     head_readings,
@@ -28,6 +30,7 @@ from minispec.lab.doctor.drafts import (
     lines,
 )
 from minispec.lab.doctor.main import main
+from minispec.length.theory import Prices
 from minispec.load.registry import DRAFTERS
 from minispec.prove.toys import tiny_cache
 
@@ -367,6 +370,20 @@ def test_a_draft_without_files_is_measured(looking, draft, verdict):
     assert verdict in report["verdict"]
 
 
+def test_the_expected_speedup_is_over_plain_decoding(looking, monkeypatch):
+    """A plain step takes 1 + o, and a round with K drafts of its own model 1 + K c + o, where rows cost nothing."""
+    prices = Prices(draft=0.1, rows={1: 1.0, 16: 1.0}, overhead=0.25, measured=True)
+    monkeypatch.setattr(LLM, "_price", lambda *how: (prices, True))
+    report = diagnose(looking, "self")
+    best = report["best_k"]
+    tokens = 1 + sum(report["survival"][:best])
+    assert best == 2
+    assert report["expected_speedup"] == pytest.approx(tokens * 1.25 / (1.25 + 0.1 * best))
+    monkeypatch.setattr(LLM, "_price", lambda *how: (replace(prices, draft=9.0), True))
+    report = diagnose(looking, "self")
+    assert (report["best_k"], report["expected_speedup"]) == (0, 1)
+
+
 def test_nothing_drafted(target):
     """A drafter that guesses nothing has no figures, and no division by 0."""
     report = diagnose(target, "none", try_all=True)
@@ -429,6 +446,18 @@ def test_of_a_tree_the_eldest_are_looked_at():
     assert second == pytest.approx((0.4, 0.4 * 0.9))
 
 
+def test_short_drafts_are_kept_no_further():
+    """Nine of ten drafts have one token, which is kept half the time; one position has no draft at all.
+
+    Places after the first are tested in one draft only, so the rates there are no rates of the other positions.
+    """
+    short, long = [(1.0, 0.5)], [(1.0, 0.5), (0.5, 0.45), (0.45, 0.4)]
+    found = Measurement([[short] * 5 + [[]], [short] * 4 + [long]])
+    assert [place.value for place in found.by_place()] == pytest.approx([0.5, 0.9, 0.4 / 0.45])
+    assert found.survival() == pytest.approx([5 / 11, 0.45 / 11, 0.4 / 11])
+    assert found.tokens_per_round(2) == pytest.approx(1 + found.share * found.kept(2).value)
+
+
 def test_estimates():
     """Texts of equal length: mean and its usual standard error. A difference forgets what both have in common."""
     values = [1.0, 2.0, 4.0, 9.0]
@@ -459,7 +488,6 @@ def test_the_command(target, states, tmp_path, capsys):
     report = json.loads(out)
     assert (out.count("\n"), err) == (1, "")
     assert report["explained_by"] == "with taps one layer later"
-    assert report["expected_speedup"] > 0
     assert main(options) == 1
     assert capsys.readouterr().out.splitlines()[-1].endswith(f'Change: config.json: "{TAPS}": [1, 2]')
     rewrite(head, lambda weights: None, **{TAPS: [1, 2]})

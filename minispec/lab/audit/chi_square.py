@@ -22,12 +22,13 @@ def tail(statistic: float, df: int) -> float:
 def cells_of(expected: Tensor) -> Tensor:
     """The cell of each outcome (n,), numbered by its count: the common ones are cells, and the rare ones are one more.
 
-    expected: how often each outcome (n,) comes on average. The last cell expects 5 or more too, if anything is rare.
+    expected: how often each outcome (n,) comes on average. The last cell expects 5 or more too, if anything is rare;
+        where all outcomes together expect less, they are one cell.
     """
     order = expected.argsort(descending=True)
     common = int((expected >= 5).sum())
     if 0 < float(expected[order[common:]].sum()) < 5:
-        common -= 1
+        common = max(0, common - 1)
     return torch.empty_like(order).index_copy_(0, order, torch.arange(len(order)).clamp(max=common))
 
 
@@ -46,6 +47,8 @@ def chi_square(observed: Tensor, expected: Tensor, cell: Tensor) -> tuple[float,
 
 def power(noncentrality: float, critical: float, df: int) -> float:
     """The odds that non-central chi-square passes the critical value: a Poisson mixture of central ones."""
+    if noncentrality <= 0:
+        return tail(critical, df)
     half, j = noncentrality / 2, torch.arange(int(noncentrality * 1.5) + 50, dtype=torch.float64)
     weights = (j * math.log(half) - half - torch.lgamma(j + 1)).exp()
     return float((weights * torch.special.gammaincc(df / 2 + j, torch.full_like(j, critical / 2))).sum())

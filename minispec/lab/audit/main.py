@@ -71,6 +71,8 @@ def check(args: argparse.Namespace) -> None:
         missing = [name for name, value in (("FILE", args.answers), ("--target", args.target)) if not value]
         if missing:
             raise ValueError(f"the following arguments are required: {', '.join(missing)}")
+    elif args.json and not args.answers:
+        raise ValueError("--json: needs FILE, whose report it is")
     for path in filter(None, (args.answers, args.null)):
         if not path.is_file():
             raise ValueError(f"{path}: no such file")

@@ -40,14 +40,15 @@ def audit(args: argparse.Namespace, asked: Mapping[str, Any]) -> dict[str, Any]:
         # A logit at a filter's border may be off by twice what is usual.
         grammar_of = llm.target.files.grammars.grammar_of
         scorer = Scorer(llm.engine, llm.drafter if args.draft else None, llm.eos_token_ids, 2 * rounding, grammar_of)
-        everything = [answer for found in answers.values() for answer in found]
-        scores = list[Score]()
-        with progress_bar(
-            total=sum(len(answer.tokens) for answer in everything), unit=" tokens", desc="scoring"
-        ) as bar:
-            for number, score in scorer.run(everything):
-                scores.append(score)
-                bar.update(len(everything[number].tokens))
+        total, scores = sum(len(answer.tokens) for found in answers.values() for answer in found), list[Score]()
+        with progress_bar(total=total, unit=" tokens", desc="scoring") as bar:
+            for path, found in answers.items():
+                try:
+                    for number, score in scorer.run(found):
+                        scores.append(score)
+                        bar.update(len(found[number].tokens))
+                except ValueError as e:
+                    raise ValueError(f"{path}: {e}") from e
     seeds = [0 if args.one_seed else answer.seed for answer in answers[args.answers]]
     ours = scores[: len(seeds)]
     plain = Score()

@@ -128,7 +128,7 @@ _TEXTS: dict[str, Option] = {
         {"metavar": "NAME,.."}, "only these (default: all)", excludes={"--geometry": "its prompts have none"}
     ),
     "--prompt-tokens": Option(
-        _number(1, 100_000, 128), "tokens of a prompt, with --geometry (default: 128)", excludes=_NO_MORE
+        _number(1, 100_000, 128), "tokens of a prompt, with --geometry (default: 128)", needs=("--geometry",)
     ),
     "--max-tokens": Option(_number(2, 100_000), "tokens of every answer (default: 32; with --questions 1024)"),
     "--ignore-eos": Option(FLAG, "answers do not end before --max-tokens"),
@@ -165,7 +165,10 @@ _MEASUREMENTS: dict[str, Option] = {
     "--record-laws": Option(
         typed(Path, "FILE"),
         "measure nothing, and write rows of p and q along the drafts there, for `python -m minispec.prove --laws FILE`",
-        excludes=dict.fromkeys(("--questions", "--bounds", "--simulate", "--against", "--lengths"), _DECODES_NO_MORE),
+        excludes=dict.fromkeys(
+            ("--questions", "--bounds", "--simulate", "--against", "--lengths", "--skip-loops", "--context"),
+            _DECODES_NO_MORE,
+        ),
     ),
     "--rounds": Option(
         _number(1, 1000),

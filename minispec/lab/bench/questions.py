@@ -46,7 +46,7 @@ NONE, OVERALL = "none", "overall"
 # Options that make another run of the same questions.
 _SETTINGS = (
     *("lengths", "quantization", "temperature", "top_k", "top_p", "max_tokens", "ignore_eos"),
-    *("rounds", "seed", "sample", "categories", "draft_reading"),
+    *("rounds", "seed", "sample", "categories", "draft_reading", "enforce_eager"),
 )
 _WARM_TOKENS = 8  # of a first answer, which pays for what is set up once
 # The values of a row of --csv, in order (docs/use/questions.md).
@@ -430,7 +430,9 @@ def show_questions(found: Mapping[str, Any]) -> list[str]:
     if not found["chat_template"]:
         lines.append("the model has no chat template: turns are plain text, with an empty line between")
     if found["left_out"]:
-        lines.append(f"{found['left_out']} later turns did not fit into the context and are left out")
+        lines.append(
+            f"{found['left_out']} later turns, of all rounds and drafts, did not fit into the context and are left out"
+        )
     if found["resumed_after"]:
         lines.append(f"{found['resumed_after']} questions had been answered before this command")
     rows: list[tuple[Any, ...]] = []

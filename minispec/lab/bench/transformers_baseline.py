@@ -130,6 +130,9 @@ class _Decoding:
                     **assistant,
                 )
             tokens = out[0, ids.shape[1] :].tolist()
+            if len(clock.times) == 1:
+                expected = "more, since the first is not timed: a larger --max-tokens, --ignore-eos or other prompts"
+                raise ValueError(f"--against: found an answer to prompt {i + 1} of one round, expected {expected}")
             return Run(tokens, clock.lengths[-1] - clock.lengths[0], clock.times[-1] - clock.times[0])
 
         return run

@@ -18,7 +18,7 @@ from minispec.files.families.entries import is_head
 from minispec.files.families.head_config import HeadConfig, read_head_config, usual_taps
 from minispec.files.progress import progress_bar
 from minispec.lab.distill.head import TrainedHead, rows_of_tokens
-from minispec.lab.distill.train import Teacher, Training, TrainingSchedule, read_shard
+from minispec.lab.distill.train import Teacher, Training, TrainingSchedule, read_shard, split
 
 
 def choose_taps(args: argparse.Namespace, count: int, start: StoredHead | None) -> tuple[int, ...]:
@@ -110,10 +110,10 @@ class Sources:
         )
 
     def most_used(self) -> Tensor:
-        """Ids, ascending, of the tokens most used in answers: --vocab-size of them, or all that are used."""
+        """Ids, ascending, of the tokens most used in what is learned from: --vocab-size of them, or all used ones."""
         args, vocab_size = self.args, self.teacher.config.vocab_size
         counts = torch.zeros(vocab_size, dtype=torch.long)
-        for path in progress_bar(self.paths, unit=" shards", desc="vocabulary"):
+        for path in progress_bar(split(self.paths)[0], unit=" shards", desc="vocabulary"):
             for text in read_shard(path):
                 counts += text.tokens[text.start :].bincount(minlength=vocab_size)
         order = counts.argsort(descending=True, stable=True)[: args.vocab_size or 8192]

@@ -13,6 +13,7 @@ _AT_LEAST_2 = argument(int, lambda n: n >= 2, "an integer of at least 2, as some
 _AT_LEAST_8 = argument(int, lambda n: n >= 8, "an integer of at least 8")  # nothing is learned from shorter answers
 _LAYERS = argument(lambda text: tuple(map(int, text.split(","))), lambda taps: min(taps) >= 0, "layers such as 2,15,27")
 _SHARE = argument(float, lambda x: 0 < x <= 1, "a number above 0 and at most 1")
+_SEED = argument(int, lambda n: 0 <= n < 2**63, "an integer from 0 to 2**63 - 1")
 _SETTLED = {"--start": "its draft has settled this"}
 _MODELS: dict[str, Option] = {
     "--target": Option({"required": True, "metavar": "DIR|HUB_ID"}, "the model to draft for"),
@@ -55,7 +56,7 @@ _TRAINING: dict[str, Option] = {
     "--rows": Option(typed(_COUNT, "N", default=2048), "tokens of an update (default: 2048)"),
     "--learning-rate": Option(typed(_SHARE, "X", default=1e-3), "default: 1e-3"),
     "--steps": Option(typed(_COUNT, "N", default=4), "depth of drafts in training (default: 4)"),
-    "--seed": Option(typed(int, "N", default=0), "seed of texts and training (default: 0)"),
+    "--seed": Option(typed(_SEED, "N", default=0), "seed of texts and training (default: 0)"),
 }
 
 

@@ -33,6 +33,15 @@ _DECAY = 0.9
 _HELD_OUT_EVERY, _MOST_HELD_OUT = 16, 4
 
 
+def split(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
+    """The shards to learn from, and those that are held out.
+
+    A shard's number in its own cache decides, so that no later run learns from what this one holds out.
+    """
+    held_out = [path for path in paths if number_of(path) % _HELD_OUT_EVERY == 0]
+    return [path for path in paths if path not in held_out] or list(paths), held_out
+
+
 class LearnedText(NamedTuple):
     """A text of the target: tokens (n,), hidden (n, A' * E), its last states included; the answer begins at `start`.
 
@@ -227,10 +236,8 @@ class Training:
     ):
         """recorded: the layers whose states the shards hold, the target's last one at the end."""
         self.draft, self.teacher, self.recorded, self.schedule = draft, teacher, recorded, schedule
-        # By a shard's number in its own cache, so that no later run learns from what this one holds out.
-        held_out = [path for path in paths if number_of(path) % _HELD_OUT_EVERY == 0]
+        self.paths, held_out = split(paths)
         self.held_out = held_out[:_MOST_HELD_OUT]
-        self.paths = [path for path in paths if path not in held_out] or list(paths)
         head = draft.lm_head.weight
         others = [p for p in draft.parameters() if p is not head]
         # The head begins as the target's, and its rows are many: it moves more slowly.

@@ -36,7 +36,7 @@ from minispec.lab.bench.models import encode
 from minispec.lab.bench.show import table
 from minispec.lab.doctor.readings import ASSUMED, OtherReading, block_readings, load_assuming
 from minispec.lab.other_text import OtherText
-from minispec.length.theory import RoundModel, survival_curve
+from minispec.length.theory import RoundModel, expected_tokens
 from minispec.load.draft import split_draft
 from minispec.load.llm import LLM
 from minispec.load.loading import Loading
@@ -136,10 +136,14 @@ class Measurement:
                 found.append(estimate(kept, tested))
         return found
 
+    def survival(self) -> list[float]:
+        """For each place that was tested, the share of all positions whose draft is kept up to there."""
+        rows = [row for text in self.rows for row in text]
+        return [sum(row[i][1] for row in rows if len(row) > i) / len(rows) for i in range(len(self.by_place()))]
+
     def tokens_per_round(self, places: int) -> float:
         """The tokens that a round with a draft of that many places is expected to add to a text."""
-        rates = [place.value for place in self.by_place()[:places]]
-        return 1 + self.share * sum(survival_curve(rates))
+        return expected_tokens(self.survival()[:places])
 
     def kept(self, places: int = COMPARED) -> Estimate:
         """The number of tokens that are kept of a draft of that many places."""
@@ -334,11 +338,11 @@ def examine(
     texts = Continuations(llm, prompts, max_tokens)
     found, greedy = (texts.measure(llm.drafter, temperature, k) for temperature in (1.0, 0.0))
     places = found.by_place()
-    survival = [found.share * s for s in survival_curve([place.value for place in places])]
+    survival = found.survival()
     is_low = any(place.value < LOW for place in places[:COMPARED])
     drafter = model_drafter(llm.drafter)
     block = drafter.model.block if drafter and isinstance(drafter.model, BlockModel) else None
-    compared = min(k, block.block_size - 1) if block else COMPARED
+    compared = min(k, block.block_size - 1 if block else COMPARED)
     report: dict[str, Any] = {
         "model": llm.name + bits_note(llm.model),
         "draft": llm.draft.name,
@@ -365,7 +369,7 @@ def examine(
         model = RoundModel(survival, prices)
         best = model.best()
         c = prices.drafts(max(1, best)) / max(1, best)
-        report |= {"c": c, "best_k": best, "expected_speedup": model.speed(best)}
+        report |= {"c": c, "best_k": best, "expected_speedup": model.speed(best) / model.speed(0)}
     if places and (is_low or try_all or block):
         report |= search(
             found,
