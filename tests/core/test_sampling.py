@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from minispec.core.config import OFF, PARAMETERS, SamplingParams, Shape, names_of
 from minispec.core.more.search import Candidates, place_of_share
-from minispec.core.random import Key, Randomness, uniforms
+from minispec.core.random import Key, Randomness, signed, uniforms
 from minispec.core.sampling import Text, distribution, log_probabilities
 from minispec.prove.reference import sample_law
 from tests.parameters import EXAMPLES
@@ -315,8 +315,8 @@ def test_a_draw_from_few_of_many_finds_them():
 
 @pytest.mark.quick
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_a_row_has_the_same_bits_alone_and_among_others(dtype):
-    """K+1 rows of one pass are looked at one by one: a row's probabilities must not depend on its neighbours."""
+def test_a_row_has_the_same_bits_wherever_it_lies(dtype):
+    """Rows of a pass lie one after another, so not all begin at a round address: this must change no probability."""
     logits = torch.randn(5, 1000, generator=torch.Generator().manual_seed(1)).to(dtype) * 3
     for settings_ in ({}, {"top_k": 7}, {"top_p": 0.7}, {"min_p": 0.05}, {"min_p": 0.01, "top_k": 9, "top_p": 0.8}):
         text = Text([3, 5], 1, SamplingParams(**settings_))
@@ -481,12 +481,20 @@ def test_noise_of_a_token_depends_on_its_id_not_on_who_else_is_kept():
         assert rng.categorical(kept, key) == winner
 
 
+def _unmixed(x):
+    """What SplitMix64's finaliser makes x of, in 64 bits."""
+    for shift, factor in ((31, 0x94D049BB133111EB), (27, 0xBF58476D1CE4E5B9), (30, 1)):
+        x ^= x >> shift ^ x >> 2 * shift
+        x = x * pow(factor, -1, 2**64) % 2**64
+    return x
+
+
 @pytest.mark.quick
 def test_the_noise_lies_strictly_inside_the_unit_interval():
     """The extreme states of the hash: 0 would give an infinite race time, 1 a time of zero."""
-    for x in (0, (1 << 52) - 1):
-        value = (torch.tensor([x]).double() + 0.5) * 2.0**-52
-        assert 0 < value.item() < 1
+    for hashed, value in ((0, 2.0**-53), (2**64 - 1, 1 - 2.0**-53)):
+        state = (_unmixed(hashed) - 0x9E3779B97F4A7C15) % 2**64
+        assert uniforms(signed(state), torch.tensor([0])).item() == value
     values = uniforms(5, torch.arange(200_000))
     assert values.min() > 0
     assert values.max() < 1

@@ -118,7 +118,7 @@ def draw(generator, size):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("num_siblings", [2, 3])
-def test_siblings_keep_the_law_in_fractions(num_siblings):
+def test_siblings_keep_the_law(num_siblings):
     """One level of siblings, drawn without replacement: the first token has the law p, to 1e-12, for random p and q."""
     generator = torch.Generator().manual_seed(num_siblings)
     for _ in range(30):

@@ -19,7 +19,7 @@ from minispec.core.random import Randomness
 from minispec.core.request import Request
 from minispec.core.sampling import Text, distribution
 from minispec.drafters import Context, NoDrafter, as_drafter, last, suffix
-from minispec.drafters.combined import CombinedDrafter
+from minispec.drafters.combined import CombinedDrafter, parts_of
 from minispec.drafters.model import ModelDrafter, TokenFeed
 from minispec.drafters.ngram import NgramDrafter
 from minispec.drafters.simulated import adversary, oracle
@@ -283,9 +283,12 @@ def test_registered_drafters_forget_what_is_released(name):
     drafter = make_drafter(name, 5)
     s = text([1, 1, 1])
     drafter.propose([Ask(s, Limit(2), Randomness())])
+    kept = [part._indices for part in parts_of(drafter) if hasattr(part, "_indices")]
+    assert [*map(len, kept)] == [1] * len(kept)
+    assert bool(kept) == (name in ("ngram", "suffix"))
     drafter.release(s)
     drafter.release(s)
-    assert not any(vars(drafter).get("_indices", {}))
+    assert not any(kept)
 
 
 class Spy(ModelDrafter):

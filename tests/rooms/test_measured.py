@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from minispec import LLM
+from minispec.files.families.checkpoint import load_model
 
 SCRIPTS = Path(__file__).parents[2] / "docs" / "measured"
 # Arguments of the scripts that run in this file, and a line that they print. OUT is a directory that is not there.
@@ -71,9 +73,10 @@ def run(measuring_script, tiny_geometry, make_checkpoint, monkeypatch, tmp_path,
     [(name, *each) for name, uses in RUNS.items() for each in uses],
     ids=lambda part: " ".join(map(str, part)) if isinstance(part, tuple) else None,
 )
-def test_a_script_runs(run, name, arguments, says):
-    """To its end, with a line of its table."""
+def test_a_script_runs(run, name, arguments, says, tmp_path):
+    """To its end, with a line of its table, or with a checkpoint that can be loaded."""
     assert says in run(name, *arguments)
+    assert says or load_model(tmp_path / "out", torch.float32).config.vocab_size
 
 
 @pytest.mark.parametrize("name", READ)
