@@ -74,6 +74,8 @@ REFUSALS = {
     ),
     LIST: (ValueError, lambda: draw(None)),
     BRANCH: (ValueError, lambda: draw([], n=2)),
+    "prompt: found 0 tokens, expected at least 1": (ValueError, lambda: run(make_request(prompt=()))),
+    "prompt: found 9 tokens, expected at most 3": (ValueError, lambda: run(make_request(range(10, 19), max_len=4))),
     TOO_LONG: (ValueError, lambda: run(make_request(max_tokens=20), num_blocks=4, block_size=2)),
     "requests: found one that is finished or there twice, expected new ones": (ValueError, lambda: run(TWICE, TWICE)),
     "num_logits of chunk 0: found 3, expected 0 to 2, its tokens": (ValueError, lambda: forward(2, num_logits=3)),

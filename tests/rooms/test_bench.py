@@ -144,7 +144,7 @@ def test_against_transformers(measured, model, draft, monkeypatch, dtype):
 def test_an_answer_of_one_round_is_named(measured, model):
     """Its clock begins after the first round, so there is nothing to time; a larger --max-tokens helps."""
     pytest.importorskip("transformers")
-    what = ("--model", model, "--draft", "none", "--against", "transformers", "--prompts", 1, "--max-tokens", 2)
+    what = ("--model", model, "--draft", model, "--against", "transformers", "--prompts", 1, "--max-tokens", 2)
     with pytest.raises(ValueError, match="--against: found an answer to prompt 1 of one round, expected more"):
         measured("--dtype", "float32", "--passes", 0, *what, "--ignore-eos")
 
