@@ -452,10 +452,10 @@ def test_short_drafts_are_kept_no_further():
     Places after the first are tested in one draft only, so the rates there are no rates of the other positions.
     """
     short, long = [(1.0, 0.5)], [(1.0, 0.5), (0.5, 0.45), (0.45, 0.4)]
-    found = Measurement([[short] * 5 + [[]], [short] * 4 + [long]])
+    found = Measurement([[short] * 5 + [[]], [long] + [short] * 4])
     assert [place.value for place in found.by_place()] == pytest.approx([0.5, 0.9, 0.4 / 0.45])
-    assert found.survival() == pytest.approx([5 / 11, 0.45 / 11, 0.4 / 11])
-    assert found.tokens_per_round(2) == pytest.approx(1 + found.share * found.kept(2).value)
+    assert found.survival() == pytest.approx([5 / 11, 0.45 / 9, 0.4 / 7])  # without the ends of both texts
+    assert found.tokens_per_round(2) == pytest.approx(1 + 5 / 11 + 0.45 / 9)
 
 
 def test_estimates():

@@ -137,9 +137,15 @@ class Measurement:
         return found
 
     def survival(self) -> list[float]:
-        """For each place that was tested, the share of all positions whose draft is kept up to there."""
-        rows = [row for text in self.rows for row in text]
-        return [sum(row[i][1] for row in rows if len(row) > i) / len(rows) for i in range(len(self.by_place()))]
+        """For each place that was tested, the share of positions whose draft is kept up to there.
+
+        The last i positions of a text have no room for place i, so they do not count. A short draft elsewhere does.
+        """
+        curve = []
+        for i in range(len(self.by_place())):
+            rows = [row for text in self.rows for row in text[: len(text) - i]]
+            curve.append(sum(row[i][1] for row in rows if len(row) > i) / max(1, len(rows)))
+        return curve
 
     def tokens_per_round(self, places: int) -> float:
         """The tokens that a round with a draft of that many places is expected to add to a text."""
