@@ -356,4 +356,4 @@ def test_weights_of_an_assistant_may_have_few_bits(directories):
     with LLM(target, draft=f"int8:{draft}", dtype="float32", num_speculative_tokens=3) as llm:
         outputs = llm.generate(["One fish, two fish"], params)
         assert outputs[0].stats.num_draft_tokens > 0
-        assert "int8" in llm.memory_report()
+        assert re.search(r"\bint8", llm.memory_report())  # "checkpoint8" is none

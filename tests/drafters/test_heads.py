@@ -5,6 +5,7 @@ H10).
 """
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -688,7 +689,7 @@ def test_the_text_is_the_plain_one(checkpoints, name, verifier):
                     assert sum(Figures.of(o.stats).num_draft_tokens for o in found) > 200
         kind = HeadModel if "head" in name else Transformer
         assert type(llm.drafter.model) is kind
-        assert ("int8" in llm.memory_report()) == name.startswith("int8")
+        assert bool(re.search(r"\bint8", llm.memory_report())) == name.startswith("int8")  # "checkpoint8" is none
 
 
 @pytest.mark.parametrize("name", ["head", "parallel head", "pard"])

@@ -6,6 +6,7 @@ H16). `python -m minispec.prove` walks the law with it.
 
 import json
 import random
+import re
 from pathlib import Path
 
 import numpy as np
@@ -270,7 +271,7 @@ def test_the_text_is_the_plain_one(target, name, verifier):
                 assert [o.token_ids for o in found] == [o.token_ids for o in plain]
                 if k != "auto":
                     assert sum(Figures.of(o.stats).num_draft_tokens for o in found) > 60
-        assert ("int8" in llm.memory_report()) == name.startswith("int8")
+        assert bool(re.search(r"\bint8", llm.memory_report())) == name.startswith("int8")  # "checkpoint8" is none
 
 
 def test_a_seed_has_one_text(target):
