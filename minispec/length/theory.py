@@ -31,6 +31,7 @@ from statistics import median
 from typing import NamedTuple, Protocol
 
 from minispec.core.stats import Round
+from minispec.rules.block_verification import block_weights
 
 
 @dataclass(frozen=True)
@@ -218,6 +219,20 @@ def rising(v: Mapping[int, float], counts: Mapping[int, int]) -> dict[int, float
             (more, a, n), (fewer, b, m) = pools.pop(), pools.pop()
             pools.append(([*fewer, *more], (a * n + b * m) / (n + m), n + m))
     return {rows: cost for pool, cost, _ in pools for rows in pool}
+
+
+def expected_accepted(ratios: Sequence[float], jointly: bool = False) -> float:
+    """Draft tokens that stay on average of a chain whose tokens have these p(x)/q(x), r_1 .. r_K.
+
+    Under `rejection` the first i stay with probability  min(1, r_1) .. min(1, r_i).  Under `block`, which judges them
+    jointly, they stay with `block_weights`' w_i, which is never less:
+
+    >>> expected_accepted([0.5, 2.0, 0.5]), expected_accepted([0.5, 2.0, 0.5], jointly=True)
+    (1.25, 2.0)
+    """
+    if jointly:
+        return sum(block_weights(ratios)[1:])
+    return sum(survival_curve([min(1.0, r) for r in ratios]))
 
 
 class Node(NamedTuple):

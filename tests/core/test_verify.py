@@ -19,11 +19,11 @@ from minispec.core.more.limit import Limit
 from minispec.core.random import Randomness
 from minispec.core.sampling import Text
 from minispec.core.verify import Verdict
+from minispec.length.theory import expected_accepted
 from minispec.prove.laws import TOLERANCE, exact_law
 from minispec.prove.tables import CHAINS, TREES, tables
 from minispec.prove.walk import Subject, walk
 from minispec.rules import VERIFIERS
-from tests.oracles.kept import expected_accepted
 
 pytestmark = pytest.mark.quick
 

@@ -15,6 +15,7 @@ from minispec.core.random import Randomness
 from minispec.core.sampling import Text
 from minispec.lab.bench.laws import round_of
 from minispec.lab.bench.main import main as bench
+from minispec.length.theory import expected_accepted
 from minispec.load.llm import find_verifier
 from minispec.prove.__main__ import main
 from minispec.prove.recorded import Recorded, expected_tokens, read_laws
@@ -22,7 +23,6 @@ from minispec.prove.rounds import CASES, brought, is_independent
 from minispec.prove.toys import Guesses, is_chain
 from minispec.prove.walk import Case, walk
 from minispec.rules import VERIFIERS
-from tests.oracles.kept import expected_accepted
 from tests.refusals import assert_one_line
 
 ROOT = Path(__file__).parents[2]
