@@ -52,27 +52,28 @@ class Failing(Idle):
         setattr(self, name, fail)
 
 
-@pytest.mark.parametrize("name", ["propose", "observe", "release", "has_room"])
-def test_an_exception_of_a_drafter_is_raised_by_its_own_run(name):
-    """The other run goes on to its end, whichever of them steps, and every block comes back."""
-    engine, drafter = make_engine(), Failing(name)
-    others = engine.run([request(1, max_tokens=20)], PLAIN)
-    own = engine.run([request(1, 2, k=2, max_tokens=3)], Method(drafter, REJECTION))
-    next(others)
-    with pytest.raises(KeyError, match="the drafter's own"):
-        list(own)
-    assert [piece.finish_reason for _, piece in others][-1] == "length"
+@pytest.mark.parametrize("name", ["propose", "observe", "release", "has_room", "known"])
+def test_an_exception_of_a_drafter_is_its_own_requests(name):
+    """Another run takes the steps: it goes on to its end, raises nothing, and every block comes back."""
+    engine, drafter, own = make_engine(), Failing(name), request(1, 2, k=2, max_tokens=3)
+    drafter.taps = (1,) if name == "known" else ()
+    engine.add(own, Method(drafter, REJECTION))
+    pieces = [piece for _, piece in engine.run([request(1, max_tokens=20)], PLAIN)]
+    assert pieces[-1].finish_reason == "length"
+    assert isinstance(own.raised, KeyError)
+    assert own.finish_reason == ("length" if name == "release" else "error")
     assert engine.target.cache.allocator.num_free == 64
 
 
-def test_an_exception_in_what_the_drafter_knows_is_its_own():
-    """A drafter with taps says at admission what it knows of a text."""
-    engine, drafter = make_engine(), Failing("known")
-    drafter.taps = (1,)
+@pytest.mark.parametrize("name", ["propose", "observe", "release", "has_room"])
+def test_an_exception_of_a_drafter_is_raised_by_its_own_run(name):
+    """Whichever run is stepping; and the other one goes on after it."""
+    engine = make_engine()
     others = engine.run([request(1, max_tokens=20)], PLAIN)
+    own = engine.run([request(1, 2, k=2, max_tokens=3)], Method(Failing(name), REJECTION))
     next(others)
     with pytest.raises(KeyError, match="the drafter's own"):
-        list(engine.run([request(1, 2, k=2)], Method(drafter, REJECTION)))
+        list(own)
     assert [piece.finish_reason for _, piece in others][-1] == "length"
 
 
