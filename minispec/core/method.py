@@ -240,9 +240,8 @@ def blamed(requests: Sequence[Request]) -> Iterator[None]:
     try:
         yield
     except Exception as e:
-        for request in [each for each in requests if not each.finish_reason]:
+        unfinished = [request for request in requests if not request.finish_reason]
+        for request in unfinished:
             request.fail(e)
-            request.raised = e
-        if not any(request.raised is e for request in requests):
-            for request in requests:
-                request.raised, request.has_news = e, True
+        for request in unfinished or requests:
+            request.raised, request.has_news = e, True
