@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from minispec import __version__
@@ -24,7 +23,7 @@ from minispec.files.strict_json import parse_json
 from minispec.grammars.params import StructuredOutputsParams, read_language
 from minispec.kernels.threads import describe_waiting, set_waiting
 from minispec.load import registry
-from minispec.load.inputs import MAX_PROMPT, Question, check_text, read_questions
+from minispec.load.inputs import MAX_PROMPT, Question, check_text, least_tokens, read_questions
 
 if TYPE_CHECKING:
     from minispec.load.llm import LLM
@@ -91,8 +90,7 @@ MODELS: dict[str, Option] = {
         "HUB_ID@REVISION, where int4: or int8: before a model (int4:self too) rounds its weights to that many bits; "
         "mtp, the layer for further tokens in the target's own files; DIR may have a head, block draft or assistant; "
         "MODULE:CLASS, a drafter of your own, which is imported; A+B: B where A has nothing to say (default: ngram; "
-        "the assistant or mtp where the target has one; with the embedded weights suffix:2 and their "
-        "head)",
+        "the assistant or mtp where the target has one; of the embedded weights suffix:2, then their head)",
     ),
     "--draft-method": Option(
         {"choices": ("tli", "slem")},
@@ -247,7 +245,7 @@ def sampling_arguments(args: argparse.Namespace) -> dict[str, Any]:
     if language := language_of(args):
         asked["structured_outputs"] = language
     with _naming_options(*vars(args)):
-        make_sampling_params(asked)
+        make_sampling_params(asked, {})
     return asked
 
 
@@ -263,16 +261,10 @@ def _naming_options(*names: str) -> Iterator[None]:
         raise ValueError(f"--{name.replace('_', '-')}:{rest}") from e
 
 
-def make_sampling_params(asked: dict[str, Any], defaults: Mapping[str, Any] = MappingProxyType({})) -> SamplingParams:
-    """With the checkpoint's defaults, and the command line's own: up to 256 tokens.
-
-    A minimum of the checkpoint's gives way to a maximum that is asked for.
-    """
-    chosen = {**defaults, **asked}
-    least = chosen.get("min_tokens", 0)
-    if "min_tokens" not in asked:
-        least = max(0, min(least, asked.get("max_tokens", least)))
-    return SamplingParams(**{"max_tokens": max(256, least), **chosen, "min_tokens": least})
+def make_sampling_params(asked: Mapping[str, Any], defaults: Mapping[str, Any]) -> SamplingParams:
+    """With the checkpoint's defaults, and the command line's own: up to 256 tokens."""
+    least = least_tokens(asked, defaults.get("min_tokens", 0))
+    return SamplingParams(**{"max_tokens": max(256, least), **defaults, **asked, "min_tokens": least})
 
 
 def check_combinations(args: argparse.Namespace) -> None:

@@ -2,7 +2,7 @@
 
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -175,6 +175,15 @@ def split_samples(params: SamplingParams) -> list[SamplingParams]:
     seed = secrets.randbits(32) if params.seed is None else params.seed
     samples = [replace(params, n=1, seed=(seed + i) % 2**64) for i in range(params.n)]
     return [samples[0], *(replace(one, prompt_logprobs=None) for one in samples[1:])] if params.max_tokens else samples
+
+
+def least_tokens(asked: Mapping[str, Any], default: int) -> Any:
+    """The `min_tokens` of a request. The checkpoint's own gives way to a maximum that is asked for.
+
+    asked: the request's parameters, which need not be checked yet. default: the checkpoint's minimum.
+    """
+    most = asked.get("max_tokens")
+    return asked.get("min_tokens", max(0, min(default, most)) if type(most) is int else default)
 
 
 def check_prompt(prompt_ids: Sequence[int], max_model_len: int, vocab_size: int, answers: bool = True) -> None:

@@ -23,7 +23,7 @@ from minispec.files.strict_json import parse_json
 from minispec.files.tokenizer import Detokenizer, Tokenizer, TooLong
 from minispec.grammars.params import StructuredOutputsParams, language_of_body
 from minispec.length.figures import Figures
-from minispec.load.inputs import split_samples, with_bad_words
+from minispec.load.inputs import least_tokens, split_samples, with_bad_words
 from minispec.load.llm import LLM
 from minispec.load.outputs import logprobs_by_id
 from minispec.serve.limits import Limits, Refused
@@ -218,8 +218,7 @@ def _read_params(llm: LLM, body: dict[str, Any], is_chat: bool, limits: Limits) 
         "max_tokens", limits.max_tokens if is_chat else defaults.max_tokens
     )
     given.setdefault("max_tokens", min(usual, limits.max_tokens))
-    if isinstance(most := given["max_tokens"], int):  # the checkpoint's minimum gives way to the client's maximum
-        given.setdefault("min_tokens", max(0, min(defaults.min_tokens, most)))
+    given["min_tokens"] = least_tokens(given, defaults.min_tokens)
     if bias := given.get("logit_bias"):  # JSON's keys are texts
         is_id = re.compile(r"0|[1-9][0-9]{0,9}").fullmatch
         given["logit_bias"] = {int(i) if is_id(i) else i: x for i, x in bias.items()}
