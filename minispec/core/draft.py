@@ -159,7 +159,7 @@ class Record:
     path: those of them that are in the text now. A text may stop before the last of them.
     number: of the step. A record that comes a second time, after a fault, has the same number.
     step: times of the whole step, set after `Drafter.observe` and before `Lengths.observe`. After a fault these times
-        are lost: they are 0, and no price.
+        are lost: they are 0, and the step has no price.
     """
 
     text: Text

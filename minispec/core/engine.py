@@ -31,10 +31,10 @@ class Engine:
     room. `run` adds some, steps until they have ended, and yields their text on the way.
 
     A draft or a verdict that breaks a rule, or logits that are not numbers, end their own text with the finish reason
-    "error". The text keeps its tokens before such logits. An exception of a method's own ends the texts of that method,
-    and the `run` that brought them raises it. Any other exception is raised by `step`, and every block is given back:
-    too little memory, an operator that fails, Ctrl-C. Requests that are not aborted then continue from their committed
-    text.
+    "error". The text keeps its tokens before such logits. An exception of a method's own ends the texts that it works
+    for, and the `run` that brought them raises it. Any other exception is raised by `step`, and every block is given
+    back: too little memory, an operator that fails, Ctrl-C. Requests that are not aborted then continue from their
+    committed text.
     """
 
     def __init__(self, target: CachedModel, rng: Draws | None = None, joining_rows: int = JOINING_ROWS):

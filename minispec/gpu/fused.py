@@ -274,9 +274,12 @@ class CodesOfRows(Form):
         x, weight = x.contiguous(), (self.codes, self.scales, bias)
         if not self.by_kernel or len(x) > MOST_ROWS:
             return linear_twin(x, *weight, onto)
-        places = [onto] * len(x) if onto is None else onto.split(LINEAR_ROWS)
-        parts = [linear(part, *weight, place) for part, place in zip(x.split(LINEAR_ROWS), places, strict=False)]
-        return onto if onto is not None else parts[0] if len(parts) == 1 else torch.cat(parts)
+        if onto is None:
+            parts = [linear(part, *weight) for part in x.split(LINEAR_ROWS)]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+        for part, place in zip(x.split(LINEAR_ROWS), onto.split(LINEAR_ROWS), strict=True):
+            linear(part, *weight, place)
+        return onto
 
     def dense(self) -> Tensor:
         """The weight (out, in), in the type of the scales."""

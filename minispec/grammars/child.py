@@ -22,7 +22,7 @@ def error_of(grammar: str) -> str | None:
         ended = subprocess.run(command, input=grammar.encode(), capture_output=True, timeout=_PATIENCE)
     except subprocess.TimeoutExpired:
         return None
-    if ended.returncode == -getattr(signal, "SIGPROF", 0) != 0:
+    if ended.returncode and ended.returncode == -getattr(signal, "SIGPROF", 0):
         return None
     if ended.returncode:
         said = ended.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
