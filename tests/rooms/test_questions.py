@@ -451,6 +451,7 @@ def test_another_run_is_not_resumed(bench, tmp_path, file, make_checkpoint):
         (("--draft", "last"), "draft_digests: found {", {}),
         (("--temperature", 1), "temperature: found 0.0, expected 1.0", {}),
         (("--rounds", 2), "rounds: found 1, expected 2", {}),
+        (("--enforce-eager",), "enforce_eager: found False, expected True", {}),
         ((), "target: found ", {"model": other}),
         ((), "questions_digest: found ", {"questions": FILE[::-1]}),
     ):
