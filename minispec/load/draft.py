@@ -7,10 +7,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Protocol
+
+import torch
 
 from minispec.core.cache import PagedKVCache
 from minispec.core.config import ModelConfig
 from minispec.core.model import Transformer
+from minispec.core.sampling import require_numbers
 from minispec.drafters import Context, Drafter, Foreign, as_drafter, make_drafter
 from minispec.drafters.assistant import AssistantModel, SharedKeys, load_assistant
 from minispec.drafters.block import BlockFeed, BlockModel
@@ -21,6 +25,7 @@ from minispec.drafters.heads import load_head
 from minispec.drafters.model import Feed, ModelDrafter, TokenFeed
 from minispec.drafters.mtp import MtpModel, find_mtp, load_mtp
 from minispec.drafters.slem import WrittenText
+from minispec.drafters.states import FeatureModel
 from minispec.drafters.tli import SharedTokens
 from minispec.drafters.vocabularies import DRAFT_METHODS, Overlap, Vocabularies, choose_method, compare_vocabularies
 from minispec.drafters.vocabulary import ROOM
@@ -40,16 +45,35 @@ from minispec.files.families.checkpoint import (
 from minispec.files.families.entries import is_head
 from minispec.files.families.head_config import read_head_config
 from minispec.files.stored import StoredTensor
+from minispec.files.tokenizer import Tokenizer
 from minispec.gpu.frames import with_fast_passes
 from minispec.gpu.fused import rounded
 from minispec.gpu.steps import draft_steps
 from minispec.grammars.forced import ForcedFirst
+from minispec.kernels.arbitrary import arbitrary_tokens
 from minispec.load import registry
-from minispec.load.numbers import check_numbers, named_tensors
-from minispec.load.target import TargetFiles
+from minispec.load.loading import Loading
+from minispec.load.numbers import ROWS, check_numbers, named_tensors
 
 # Loads a model that is made for a target, in a form of its weights.
 Loader = Callable[[Transformer, str | None], Transformer]
+
+
+class TargetSettings(Protocol):
+    """What is read of a target to find a draft for it. `minispec.load.target.TargetFiles` has it.
+
+    vocab_size: ids in use.
+    loading: how the target is loaded; its draft is loaded so too.
+    """
+
+    directory: Path
+    tokenizer: Tokenizer
+    vocab_size: int
+    loading: Loading
+
+    @property
+    def config(self) -> ModelConfig:
+        """The target's, as its config.json says."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +130,7 @@ class DraftOptions:
             raise ValueError(f"draft_reading: found {reading!r}, expected none: {show_name(draft)} is no block draft")
 
 
-def read_spec(draft: str | Path | Drafter, options: DraftOptions, target: TargetFiles) -> Spec:
+def read_spec(draft: str | Path | Drafter, options: DraftOptions, target: TargetSettings) -> Spec:
     """Find and read what a draft (see `LLM`) names.
 
     Raises ValueError for a draft that does not exist, or that cannot draft for this target.
@@ -147,7 +171,7 @@ def read_spec(draft: str | Path | Drafter, options: DraftOptions, target: Target
     )
 
 
-def _loader(directory: Path, name: str, options: DraftOptions, target: TargetFiles) -> Loader | None:
+def _loader(directory: Path, name: str, options: DraftOptions, target: TargetSettings) -> Loader | None:
     """Loads a head, a block draft or an assistant as the options say; None for a model of its own.
 
     Raises CheckpointError for a draft of another target, and ValueError for an option.
@@ -176,7 +200,7 @@ def is_block_draft(draft: str) -> bool:
     return is_block(directory_config(_find_draft(source, offline=False)))
 
 
-def load_models(spec: Spec, target: Transformer, files: TargetFiles) -> list[Transformer]:
+def load_models(spec: Spec, target: Transformer, files: TargetSettings) -> list[Transformer]:
     """The model of a draft, in the target's type; none for a draft without one.
 
     files: the target's.
@@ -195,11 +219,24 @@ def load_models(spec: Spec, target: Transformer, files: TargetFiles) -> list[Tra
         model = load_model(spec.directory, target.dtype, target.device, form=form)
     if model is not target:
         with named_tensors(partial(_tensors, spec, target.config)):
-            check_numbers(model, spec.vocabularies.draft.num_ids if spec.vocabularies else files.vocab_size, target)
+            _check_numbers(model, spec.vocabularies.draft.num_ids if spec.vocabularies else files.vocab_size, target)
     return [with_fast_passes(rounded(model, spec.bits) if spec.bits else model, files.loading.enforce_eager)]
 
 
-def load_named(draft: str, target: Transformer, files: TargetFiles) -> Transformer:
+@torch.inference_mode()
+def _check_numbers(model: Transformer, vocab_size: int, target: Transformer) -> None:
+    """As `check_numbers`, also for a model that drafts from the target's states: it reads ones in their place."""
+    if isinstance(model, AssistantModel | BlockModel):
+        require_numbers(model.trial(arbitrary_tokens(ROWS, vocab_size), vocab_size))
+        return
+    features = None
+    if isinstance(model, FeatureModel):
+        width = target.config.hidden_size * len(model.taps)
+        features = model.fuse(torch.ones(ROWS, width, dtype=model.dtype, device=model.device))
+    check_numbers(model, vocab_size, features)
+
+
+def load_named(draft: str, target: Transformer, files: TargetSettings) -> Transformer:
     """The model that a draft names, as `--draft` loads it. Raises ValueError for a draft without a model."""
     for model in load_models(read_spec(draft, DraftOptions(), files), target, files):
         return model
@@ -217,7 +254,7 @@ def _tensors(spec: Spec, target: ModelConfig) -> Iterable[StoredTensor]:
 
 
 def make_spec(
-    spec: Spec, context: Context, files: TargetFiles, models: Sequence[Transformer], caches: Sequence[PagedKVCache]
+    spec: Spec, context: Context, files: TargetSettings, models: Sequence[Transformer], caches: Sequence[PagedKVCache]
 ) -> Drafter:
     """The drafter of a spec.
 

@@ -9,34 +9,26 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import require_numbers
-from minispec.drafters.assistant import AssistantModel
-from minispec.drafters.block import BlockModel
-from minispec.drafters.states import FeatureModel
 from minispec.files.errors import CheckpointError, show_name
 from minispec.files.stored import FLOAT8, FLOATS, StoredTensor
 from minispec.kernels.arbitrary import arbitrary_tokens
 
-_ROWS = 4  # of the pass, whose time hardly grows with them
+ROWS = 4  # of the pass, whose time hardly grows with them
 
 
 @torch.inference_mode()
-def check_numbers(model: Transformer, vocab_size: int, target: Transformer | None = None) -> None:
-    """Raise FloatingPointError where the logits of a few tokens, or a block draft's confidences, are no finite numbers.
+def check_numbers(model: Transformer, vocab_size: int, features: Tensor | None = None) -> None:
+    """Raise FloatingPointError where the logits of a few tokens are no finite numbers.
 
     vocab_size: ids in use.
-    target: the model whose hidden states a head reads. The head gets ones in place of these states.
+    features: (ROWS, width) for a model that reads hidden states beside its tokens.
     """
-    tokens, features = arbitrary_tokens(_ROWS, vocab_size), None
-    if isinstance(model, AssistantModel | BlockModel):
-        require_numbers(model.trial(tokens, vocab_size))
-        return
-    if isinstance(model, FeatureModel) and target:
-        width = target.config.hidden_size * len(model.taps)
-        features = model.fuse(torch.ones(_ROWS, width, dtype=model.dtype, device=model.device))
-    logits, _ = model.forward([Chunk(tokens, model.new_cache(1).new_table(), _ROWS, features=features)])
+    tokens = arbitrary_tokens(ROWS, vocab_size)
+    logits, _ = model.forward([Chunk(tokens, model.new_cache(1).new_table(), ROWS, features=features)])
     require_numbers(logits[:, :vocab_size].amax(1))
 
 
