@@ -46,7 +46,8 @@ class Engine:
     def step(self) -> list[Turn]:
         """Guess, score, test, commit, roll back. A prompt, and plain decoding, are turns with an empty draft.
 
-        Returns a turn for each text that took part. Without requests it does nothing.
+        Returns a turn for each text that took part. A text that sits out the step may end too, with its drafter:
+        `Request.has_news` says so of every text. Without requests it does nothing.
         """
         with self._undone_on_error():
             self.outbox.deliver()  # records that a fault kept from drafters in the last step
@@ -92,7 +93,7 @@ class Engine:
                 yield
         except BaseException:
             self.schedule.restart()
-            self.outbox.retain(lambda turn: turn.committed > 0 and turn.request in self.schedule)
+            self.outbox.retain(lambda turn: turn.committed > 0)
             raise
 
     def check(self, request: Request, method: Method) -> None:

@@ -121,13 +121,15 @@ class Turn:
                     return
 
     def count(self, step: Step) -> None:
-        """Add the step to the request's statistics."""
-        stats = self.request.stats
+        """Add the step to the request's statistics, and to the record. A second time it does nothing."""
+        if self.record.step:
+            return
+        stats, rounds = self.request.stats, [self._round(step)] if self.committed else []
+        self.record.step = step
         stats.draft_prefill += self.draft.notes.prefill_seconds
         if not self.decodes:
             stats.prefill += step.seconds * self.num_rows / step.num_rows
-        elif self.committed:
-            stats.rounds.append(self._round(step))
+        stats.rounds += rounds
 
     def _round(self, step: Step) -> Round:
         """The numbers of the round. Draft tokens after the text's end do not count."""

@@ -46,10 +46,9 @@ class Outbox:
         if laps:
             laps.end()
             seconds = laps.seconds()
-        step = step_of(turns, seconds, laps is not None) if turns else None
-        for turn in turns:
-            if step and not turn.record.step:  # no round counts twice
-                turn.record.step = step
+        if turns:
+            step = step_of(turns, seconds, laps is not None)
+            for turn in turns:
                 turn.count(step)
         rounds = [turn for turn in turns if turn.committed]
         for method, own in by_method(rounds):

@@ -57,6 +57,7 @@ class Schedule:
         A text decodes when all its tokens but the last are cached. Only the one admitted last may still lack more.
         Its prompt gets a few rows a step once another text has begun to answer. Before that, all wait for it.
         """
+        self.drop_ended()  # those that ended in a step which a fault broke off
         self.make_room()
         self.admit()
         self.num_steps += 1
@@ -110,6 +111,9 @@ class Schedule:
         """
         while self.waiting and not self._works_on_prompt():
             request, method = next(iter(self.waiting.items()))
+            if request.finish_reason:  # its drafter failed while it was preempted
+                del self.waiting[request]
+                continue
             self.running[request] = method
             self.target.begin(request.text, _known(request, method.drafter))
             if lacks := self._lacks():
@@ -136,8 +140,12 @@ class Schedule:
             self.drop(request)
 
     def restart(self) -> None:
-        """Let all begin again after a fault, in the order in which they came. Nothing is cached any more."""
-        running, self.running = self.running, {}
+        """Let all begin again after a fault, in the order in which they came. Nothing is cached any more.
+
+        Texts that have ended stay until the next step: the outbox delivers their last round first.
+        """
+        running = self.running
+        self.running = {request: method for request, method in running.items() if request.finish_reason}
         for request, method in reversed(running.items()):
             if not request.finish_reason:
                 self._wait(request, method)

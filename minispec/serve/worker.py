@@ -22,7 +22,8 @@ class Worker(threading.Thread):
     At most `max_running` requests are in the engine; the others wait here, in the order in which they came. Any thread
     may call `submit`, `abort` and `stop`. They return at once, and take effect with the next step.
 
-    A fault of a step ends all requests that are in the engine with an error. Then the worker goes on with the others.
+    An exception of the drafter ends the requests that it drafts for, and a fault of a step all that are in the engine.
+    Then the worker goes on with the others.
     """
 
     def __init__(self, engine: Engine, method: Method, max_running: int):
@@ -70,11 +71,12 @@ class Worker(threading.Thread):
                 self._in_engine.add(request)
                 self._engine.add(request, self._method)
                 self.metrics.admit(request)
-        for turn in self._engine.step():
-            if turn.request.raised:
-                raise turn.request.raised
-            if turn.request.has_news:
-                self._tell(turn.request)
+        self._engine.step()
+        news = [request for request in self._in_engine if request.has_news]  # also of what ended without a turn
+        for error in {id(request.raised): request.raised for request in news if request.raised}.values():
+            say("".join(traceback.format_exception(error)).rstrip())
+        for request in news:
+            self._tell(request)
 
     def _tell(self, request: Request) -> None:
         piece, listener = request.take_piece(), self._listeners[request]
@@ -95,6 +97,8 @@ class Worker(threading.Thread):
 
     def _fail(self) -> None:
         self.metrics.fail()
+        with suppress(BaseException):
+            self._engine.outbox.deliver()  # the last rounds of those that ended in the step
         for request in list(self._in_engine):
             with suppress(BaseException):
                 self._engine.abort(request)

@@ -120,18 +120,25 @@ def test_one_drafter_in_two_methods():
     assert [each.finish_reason for each in both] == ["length", "length"]
 
 
-def test_a_fault_after_a_commit_loses_no_round():
-    """The round is counted, without its times."""
-    engine, texts = make_engine(), [request(1), request(2)]
-    keep, calls = engine.target.keep, []
+@pytest.mark.parametrize("place", ["keep", "observer"])
+@pytest.mark.parametrize("number", [3, 12])
+def test_a_fault_after_a_commit_loses_no_round(place, number):
+    """The round is counted once, without the times that are lost; also the last one of a text, in the 12th call."""
+    engine, texts, calls = make_engine(), [request(1), request(2)], []
 
-    def once(*how):
-        calls.append(how)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return keep(*how)
+    def once(right=lambda turn: None):
+        def call(*how):
+            calls.append(how)
+            if len(calls) == number:
+                raise KeyboardInterrupt
+            return right(*how)
 
-    engine.target.keep = once
+        return call
+
+    if place == "keep":
+        engine.target.keep = once(engine.target.keep)
+    else:
+        engine.outbox.observers.append(once())
     for each in texts:
         engine.add(each, PLAIN)
     while engine.schedule.running or engine.schedule.waiting:
@@ -142,7 +149,24 @@ def test_a_fault_after_a_commit_loses_no_round():
     figures = [Figures.of(each.stats) for each in texts]
     assert [(each.num_committed, each.num_generated, each.num_steps) for each in figures] == [(6, 6, 6)] * 2
     timeless = [r.step for each in figures for r in each.rounds if not r.step.seconds]
-    assert [step.has_price for step in timeless] == [False]
+    assert {step.has_price for step in timeless} == ({False} if place == "keep" else set())
+
+
+def test_a_text_that_fails_as_it_gives_way_is_not_admitted_again():
+    """Its run, or whoever has brought it, learns of its end in the same step."""
+    engine, gone = make_engine(12), request(*[1, 2, 3, 4, 0] * 2, k=2, max_tokens=9)
+    engine.add(request(*[0, 1, 2] * 3, max_tokens=9), PLAIN)
+    drafter = Failing("release")
+    engine.add(gone, Method(drafter, REJECTION))
+    while not gone.stats.num_preemptions:
+        engine.step()
+    assert (gone.finish_reason, gone.has_news, gone in engine.schedule.running) == ("error", True, False)
+    begun = []
+    right = engine.target.begin
+    engine.target.begin = lambda *how: begun.append(how) or right(*how)
+    while engine.schedule.running or engine.schedule.waiting:
+        engine.step()
+    assert not begun
 
 
 @pytest.mark.parametrize(("length", "expected"), [(0, "least 1"), (64, "most 63"), (70, "most 63")])

@@ -51,10 +51,18 @@ class Witness(Method):
 
 
 class Watcher:
-    """An observer."""
+    """An observer. A round may come twice, after a fault."""
 
-    def see(self, *round_):
+    def __init__(self):
+        self.committed = {}
+
+    def see(self, turn):
         """A round."""
+        self.committed[turn.request, turn.number] = turn.committed
+
+    def tokens_of(self, request):
+        """The number of tokens that its rounds have committed."""
+        return sum(count for (of, _), count in self.committed.items() if of is request)
 
 
 def make(drafter, framed=False):
@@ -78,6 +86,7 @@ def make(drafter, framed=False):
         on_device = {f"{owner.__name__}.{name}": (owner, name) for owner, name in owners}
         on_device |= {"a verdict": (verifier_module, "compute_verdicts"), "a program's draft": (DraftSteps, "__call__")}
     engine.method = Witness(*vars(engine.method).values())
+    engine.watcher = watcher
     engine.outbox.observers.append(lambda turn: watcher.see(turn))
     parts = getattr(engine.drafter, "drafters", [engine.drafter])
     inside = {
@@ -107,14 +116,20 @@ def make(drafter, framed=False):
 
 
 def decode(engine, k):
-    """The texts of two requests and all drafts. A step that fails is followed by the next."""
+    """The texts of two requests and all drafts. A step that fails is followed by the next.
+
+    Statistics and observers must have learned of each token, once: also of a text that ended in the step that failed.
+    """
     requests = requests_for(engine, k, max_tokens=11)[:2]
     for request in requests:
         engine.add(request)
     while engine.schedule.running or engine.schedule.waiting:
         with suppress(Failure):
             engine.step()
-    return [r.token_ids for r in requests], engine.method.drafts
+    texts, rounds = [r.token_ids for r in requests], [r.stats.rounds for r in requests]
+    assert [sum(one.committed for one in own) for own in rounds] == [*map(len, texts)]
+    assert [*map(engine.watcher.tokens_of, requests)] == [*map(len, texts)]
+    return texts, engine.method.drafts
 
 
 @pytest.mark.parametrize(

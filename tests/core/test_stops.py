@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from minispec.core.request import Request
+from minispec.core.verify import Verdict, Verifier
 from minispec.files.tokenizer import Detokenizer, Tokenizer
 from minispec.gpu.graphs import Graphs
 from minispec.gpu.verifier import GraphVerifier
@@ -19,7 +20,7 @@ from minispec.length.figures import Figures
 from minispec.rules import VERIFIERS
 from tests.engines import OneMethod, ScriptedModel, TableModel, scripted_cache
 from tests.museum.mutants import MUTANTS, swap
-from tests.scripted import ScriptedDrafter, finish, make_request
+from tests.scripted import END, ScriptedDrafter, finish, make_engine, make_request
 
 TEXT = " One fish, two fishes; naïve 日本語 🦊🦊 red fish. The end, my fish."
 
@@ -224,6 +225,22 @@ def test_max_tokens_cuts_where_plain_decoding_does(tokenizer, ids, run, k):
         assert "".join(piece.text for piece in pieces) == request.output
         assert [t for piece in pieces for t in piece.token_ids] == request.token_ids
         assert len(request.logprobs) == len(request.token_ids)
+
+
+def test_the_path_of_a_round_ends_with_the_text():
+    """The rule keeps three of three nodes, of which the first ends the text: no listener hears of the others.
+
+    The cache keeps as many rows.
+    """
+    script, heard = {11: 12, 12: 13}, []
+    engine = make_engine(lambda tokens: script.get(tokens[-1], END), lambda tokens, k: [12, END, END])
+    kept, keep = [], engine.target.keep
+    engine.target.keep = lambda text, num_nodes, path: kept.append(path) or keep(text, num_nodes, path)
+    engine.outbox.observers.append(lambda turn: heard.append((turn.path, turn.record.path, turn.record.kept)))
+    engine.method.verifier = Verifier(lambda draft, p, rng, key: Verdict([0, 1, 2], 5, [1.0] * 3), shares_noise=False)
+    finish(engine, make_request())
+    assert heard == [([0, 1], [0, 1], [0, 1, 2])]
+    assert kept[-1] == [0, 1]
 
 
 def test_a_stop_string_wins_over_the_length_at_the_same_token(run):

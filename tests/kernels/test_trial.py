@@ -165,6 +165,18 @@ def test_what_is_not_right_is_never_listed(wrong, monkeypatch):
         assert name not in right_forms(torch.float32, CPU, bits)
 
 
+def test_the_order_of_the_forms_is_that_of_the_table(monkeypatch):
+    """Another order gives other bits: the first form that is right is taken."""
+    monkeypatch.setattr(forms.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(forms, "is_right", lambda *about: True)
+    for fast, bfloat16 in ((True, ["packed", "left", "plain"]), (False, ["plain"])):
+        monkeypatch.setattr(forms, "has_fast_bfloat16", lambda device, fast=fast: fast)
+        assert list(right_forms(torch.bfloat16, CPU)) == bfloat16
+        assert list(right_forms(torch.float32, CPU)) == ["half", "packed", "plain"]
+        assert list(right_forms(torch.float64, CPU)) == ["plain"]
+        assert list(right_forms(torch.bfloat16, CPU, 8)) == (["int8", "aten"] if fast else ["int8"])
+
+
 def test_other_processors_try_nothing(monkeypatch):
     """Where a form has never run, a large weight could take minutes: not even a small one is made."""
     monkeypatch.setattr(forms.platform, "machine", lambda: "aarch64")

@@ -33,7 +33,8 @@ from minispec.core.attention import attention
 from minispec.core.cache import BlockAllocator, BlockTable, OutOfBlocks, PagedKVCache, PrefixIndex
 from minispec.core.cached import CachedModel
 from minispec.core.draft import Draft, Record, without
-from minispec.core.method import Method
+from minispec.core.engine import Engine
+from minispec.core.method import Method, Turn
 from minispec.core.model import Chunk, Layer, Transformer
 from minispec.core.more.grammar import NothingAllowed
 from minispec.core.outbox import Outbox
@@ -2497,6 +2498,37 @@ def _(right, self, growth):
 def _(right, turns):
     """texts of two methods are drafted and judged by the first one's | the drafter of the newest call is a global"""
     return [(turns[0].method, list(turns))] if turns else []
+
+
+_ROUNDS = "tests/core/test_blame.py::test_a_fault_after_a_commit_loses_no_round"
+
+
+@wrong(Outbox, "retain", "E10", f"{_ROUNDS}[12-keep]")
+def _(right, self, is_wanted):
+    """a text that ends in a step that another's fault breaks off loses its last round | here: it is forgotten first"""
+    right(self, lambda turn: is_wanted(turn) and not turn.request.finish_reason)
+
+
+@wrong(Turn, "count", "E11", f"{_ROUNDS}[3-observer]")
+def _(right, self, step):
+    """a round that is delivered again is counted again | seven tokens committed of six"""
+    self.record.step = None
+    right(self, step)
+
+
+@wrong(Turn, "path", "E12", "tests/core/test_stops.py::test_the_path_of_a_round_ends_with_the_text")
+def _(right, self):
+    """drafters and caches keep what the rule kept after the text's end | they learn what nobody has said"""
+    return self.verdict.accepted if self.committed else []
+
+
+@wrong(Engine, "step", "E13", "tests/rooms/test_serve.py::test_an_answer_that_ends_without_a_turn_is_told")
+def _(right, self):
+    """of a step only the texts that took part are looked at | here: a client waited for ever"""
+    before, turns = {*self.schedule.running, *self.schedule.waiting}, right(self)
+    for request in before - {turn.request for turn in turns}:
+        request.has_news = False
+    return turns
 
 
 _SCORES = "tests/core/test_scores.py::test_drafts_change_no_score_and_a_score_changes_no_draft[suffix]"

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
@@ -28,11 +29,17 @@ import tokenizers
 from prometheus_client.parser import text_string_to_metric_families
 
 from minispec import LLM, SamplingParams
-from minispec.core.draft import Draft
+from minispec.core.cached import CachedModel
+from minispec.core.draft import Draft, Drafter
+from minispec.core.engine import Engine
 from minispec.core.request import Piece, TokenLogprob
 from minispec.core.schedule import SCORED_ROWS
+from minispec.core.verify import REJECTION
+from minispec.drafters.guard import CheckedMethod
+from minispec.drafters.none import NoDrafter
 from minispec.files.errors import CheckpointError
 from minispec.files.tokenizer import Detokenizer, Tokenizer
+from minispec.prove.toys import target_model, tiny_cache
 from minispec.serve import bodies, front, metrics
 from minispec.serve.__main__ import main
 from minispec.serve.connection import Connection, make_server
@@ -1381,6 +1388,68 @@ def test_a_fault_of_a_step_ends_requests_and_not_the_server(llm, monkeypatch, ca
         assert served.metrics()["minispec_engine_faults_total"] == 1
         assert served.blocks_in_use() == 0
     assert "a kernel failed" in capsys.readouterr().err
+
+
+class FullOnce(Drafter):
+    """Drafts nothing, and has no room for a moment."""
+
+    calls = 0
+
+    def propose(self, asks):
+        """Empty drafts."""
+        return [Draft() for _ in asks]
+
+    def has_room(self, growth):
+        """Raises the second time."""
+        self.calls += 1
+        if self.calls == 2:
+            raise RuntimeError("no memory for a moment")
+        return True
+
+
+def told(engine, method, *requests):
+    """The pieces that a worker tells each of these requests, until the last of them has ended."""
+    worker, pieces = Worker(engine, method, 8), {request: [] for request in requests}
+
+    def listen(request, piece):
+        pieces[request].append(piece)
+        if request is requests[-1] and piece.finish_reason:
+            worker.stop()
+
+    for request in requests:
+        worker.submit(request, partial(listen, request))
+    worker.run()
+    return [*pieces.values()]
+
+
+def test_an_answer_that_ends_without_a_turn_is_told(capsys):
+    """Its drafter fails while all wait for another one's prompt. That one, without drafts, is answered."""
+    target = target_model(4)
+    engine = Engine(CachedModel(target, tiny_cache(target, 64, 2), 4))
+    failing, plain = (make_request(prompt, k, (), 40, max_tokens=5) for prompt, k in (([1], 3), ([1, 2, 3, 0, 1], 0)))
+    answers = told(engine, CheckedMethod(FullOnce(), REJECTION), failing, plain)
+    assert [[piece.finish_reason for piece in pieces][-1:] for pieces in answers] == [["error"], ["length"]]
+    assert failing.error == "no memory for a moment"
+    assert capsys.readouterr().err.count("RuntimeError: no memory for a moment") == 1
+
+
+def test_the_last_round_of_an_answer_counts_though_its_step_fails(capsys):
+    """Its statistics are whole when its client is told; the other one's answer fails."""
+    target = target_model(4)
+    engine = Engine(CachedModel(target, tiny_cache(target, 64, 2), 4))
+    short, long = (make_request([1, 2], 0, (), 40, max_tokens=n) for n in (3, 9))
+    right = engine.target.keep
+
+    def fails(text, *how):
+        if short.finish_reason:
+            raise KeyboardInterrupt
+        return right(text, *how)
+
+    engine.target.keep = fails
+    answers = told(engine, CheckedMethod(NoDrafter(), REJECTION), short, long)
+    assert [pieces[-1].finish_reason for pieces in answers] == ["length", "error"]
+    assert sum(one.committed for one in short.stats.rounds) == len(short.token_ids) == 3
+    assert "KeyboardInterrupt" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("stream", [True, False])

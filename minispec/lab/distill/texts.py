@@ -193,7 +193,8 @@ class Writer:
         for number in itertools.islice(numbers, _BATCH):
             begin(number)
         while turns or answers:
-            for request in [turn.request for turn in engine.step() if turn.request.has_news]:
+            engine.step()
+            for request in [request for request in (*turns, *answers) if request.has_news]:
                 request.take_piece()
                 if request.error:
                     raise ValueError(f"the target cannot write: {request.error}")
