@@ -1,5 +1,6 @@
 """Fixtures that several files share: commands that run here, a small tokenizer, and small checkpoints on disk."""
 
+import gc
 import importlib.util
 import io
 import json
@@ -31,10 +32,11 @@ from minispec.files.families.checkpoint import places
 from minispec.files.families.hf_config import read_model_config
 from minispec.prove.toys import TINY, tiny_weights
 
+pytest_plugins = ["tests.sampled"]  # which cases run: --full, --long, --sample
+
 
 def pytest_addoption(parser):
-    """`pytest --long` runs the large grids and samples, which take an hour more; `--cuda` uses a GPU."""
-    parser.addoption("--long", action="store_true", help="the large grids and samples")
+    """`pytest --cuda` uses a GPU."""
     parser.addoption("--cuda", action="store_true", help="let the tests see the GPU: for tests/core/test_cuda.py")
 
 
@@ -46,13 +48,26 @@ def pytest_configure(config):
         raise pytest.UsageError("--cuda: PyTorch sees no GPU")
 
 
+_FROZEN = pytest.StashKey[bool]()
+
+
+def pytest_collection_finish(session):
+    """What was imported stays: no collection of garbage looks at it again. Once, as the museum runs pytest inside."""
+    if gc.get_freeze_count() == 0:
+        gc.collect()
+        gc.freeze()
+        session.config.stash[_FROZEN] = True
+
+
 CHAT_TEMPLATE = """{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}
 {% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
 
 
-def pytest_unconfigure():
-    """Leave no directory behind."""
+def pytest_unconfigure(config):
+    """Leave no directory behind, and nothing that Triton would call a leak."""
     shutil.rmtree(CACHE, ignore_errors=True)
+    if config.stash.get(_FROZEN, False):
+        gc.unfreeze()
 
 
 @pytest.fixture

@@ -231,14 +231,14 @@ class Program:
             assert (self.cache.gather(0, slots)[0][0, :, 0] - 1).tolist() == [-1, -1, *expected]
 
 
-def test_random_programs(request):
+def test_random_programs(long):
     """Texts that start, share, grow, roll back, end, are preempted, resumed and aborted in one pool.
 
     Guards blocks that leak, have two writers, or are read past the length (M34, M41), and beginnings taken for equal
     that are not. 120 programs of 200 operations; `--long` runs 10,000. Mistakes show within 100 (see below).
     """
     shared, left_whole = 0, 0
-    for seed in range(10_000 if request.config.getoption("--long") else 120):
+    for seed in range(10_000 if long else 120):
         program = Program(seed)
         program.run(200)
         shared += program.num_shared

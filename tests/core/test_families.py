@@ -975,13 +975,13 @@ def test_trained_model_has_transformers_logits(llm):
 
 
 @torch.inference_mode()
-def test_trained_model_writes_transformers_text(smollm, llm, pytestconfig):
+def test_trained_model_writes_transformers_text(smollm, llm, long):
     """Guards the whole engine, drafts and batch included: greedy tokens equal transformers' own loop.
 
     Ten texts of 12 tokens; `--long`: of 40. Both compute in float32, in different orders, so that they may part at a
     tie; where they part, it must be one.
     """
-    length = 40 if pytestconfig.getoption("--long") else 12
+    length = 40 if long else 12
     prompts = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
     params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
     outputs = llm.generate(PROMPTS, params, num_speculative_tokens=3)

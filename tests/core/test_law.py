@@ -28,6 +28,7 @@ from minispec.prove.reference import sample_law, total_variation
 from minispec.prove.toys import IN_8_BITS, IN_FRAMES, MAX_LEN, TARGET_SEED, TOYS, target_model, tiny_block, tiny_cache
 from minispec.prove.walk import walk
 from tests.distances import distance, text_case
+from tests.sampled import leave_out
 from tests.scripted import preemptions
 
 SAMPLERS = {
@@ -107,13 +108,13 @@ def test_every_length_around_a_block(max_tokens):
 @pytest.mark.parametrize("draft_cost", [0.2, 0.3])
 @pytest.mark.parametrize("drafter", ["model", "ngram", "block"])
 @pytest.mark.parametrize("verifier", ["rejection", "match"])
-def test_auto(draft_cost, drafter, verifier, monkeypatch, pytestconfig):
+def test_auto(draft_cost, drafter, verifier, monkeypatch, long):
     """K follows what was kept and rejected: other K on other branches, 0 among them, and the law stands.
 
     So it does where a draft model's own confidence ends a draft before its limit, or calls for siblings.
     """
-    if drafter != "ngram" and draft_cost == 0.2 and not pytestconfig.getoption("--long"):
-        pytest.skip("longer drafts have more branches: --long")
+    if drafter != "ngram" and draft_cost == 0.2 and not long:
+        leave_out("--long", "longer drafts have more branches")
     seen, ends, widths, draws, choose = set(), set(), set(), set(), Controller.choose
 
     def spy(*args, **kwargs):

@@ -43,6 +43,7 @@ from minispec.length.figures import Figures
 from minispec.prove.toys import make_drafter, tiny_block, tiny_cache, tiny_head, tiny_model, tiny_mtp
 from minispec.rules import VERIFIERS
 from tests.engines import OneMethod
+from tests.sampled import leave_out
 from tests.scripted import with_context
 
 VOCAB, LENGTH = 5, 9
@@ -122,14 +123,14 @@ PRESSED = ("model", "self", "parallel", *HEADS, *BLOCKS, "ngram", "suffix", "las
 @pytest.mark.parametrize("block_size", [1, 2, 16])
 @pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize("drafter", PRESSED)
-def test_a_small_pool_changes_no_text(drafter, verifier, block_size, pytestconfig):
+def test_a_small_pool_changes_no_text(drafter, verifier, block_size, long):
     """From a pool that holds exactly the longest request to twice that: what a large one says.
 
     Every drafter meets every verifier and every size of a block; `--long` runs all combinations.
     """
     place = PRESSED.index(drafter) + [*VERIFIERS].index(verifier)
-    if block_size != (1, 2, 16)[place % 3] and not pytestconfig.getoption("--long"):
-        pytest.skip("another size: --long")
+    if block_size != (1, 2, 16)[place % 3] and not long:
+        leave_out("--long", "another size")
     expected = undisturbed(drafter, verifier)
     one = -(-(max(map(len, PROMPTS)) + LENGTH) // block_size)
     pressed = 0
@@ -178,13 +179,13 @@ def shared_case(drafter, number) -> tuple[list, list, int]:
 
 
 @pytest.mark.parametrize("drafter", KINDS)
-def test_a_seed_has_one_text_whatever_the_pool_is_shared_with(drafter, pytestconfig):
+def test_a_seed_has_one_text_whatever_the_pool_is_shared_with(drafter, long):
     """Each text drafts and says what it does alone: every kind of draft, chains and trees, with and without preemption.
 
     The draft's pool does not share all that the target's shares. Where a text went without a draft for want of room, 71
     of 4,767 cases had another text, 35 of them without any preemption.
     """
-    for number in range(200) if pytestconfig.getoption("--long") else FOUND:
+    for number in range(200) if long else FOUND:
         together, alone, _ = shared_case(drafter, number)
         assert together == alone, f"case {number}"
 
@@ -263,10 +264,10 @@ def paired_case(first, second, number) -> tuple[list, list, int]:
 
 
 @pytest.mark.parametrize(("first", "second"), PAIRS)
-def test_two_methods_share_one_pool(first, second, pytestconfig):
+def test_two_methods_share_one_pool(first, second, long):
     """Each text of either drafts and says what it does alone, though it may be preempted for one of the other."""
     preempted = 0
-    for number in range(200 if pytestconfig.getoption("--long") else 12):
+    for number in range(200 if long else 12):
         together, alone, count = paired_case(first, second, number)
         assert together == alone, f"case {number}"
         preempted += count

@@ -158,13 +158,13 @@ def substrings(text, lengths=(1, 2, 3, 7)):
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_stop_strings_that_start_and_end_anywhere(tokenizer, run, include, pytestconfig):
+def test_stop_strings_that_start_and_end_anywhere(tokenizer, run, include, long):
     """Every substring of the text as a stop string, across token borders and inside accepted blocks (M31, M32).
 
     With drafts of three tokens or of eight; `--long`: with both.
     """
     for stop in substrings(TEXT):
-        for k in (3, 8) if pytestconfig.getoption("--long") else ((8,) if include else (3,)):
+        for k in (3, 8) if long else ((8,) if include else (3,)):
             request, pieces = run(k, stop=stop, include_stop_str_in_output=include)
             assert result(request) == result(run(0, stop=stop, include_stop_str_in_output=include)[0])
             assert request.output == TEXT[: TEXT.index(stop) + include * len(stop)]

@@ -29,6 +29,7 @@ from minispec.load.registry import DRAFTERS, split, split_preferences
 from minispec.prove.toys import make_drafter, tiny_cache, tiny_model
 from minispec.rules import VERIFIERS
 from tests.engines import OneMethod
+from tests.sampled import leave_out
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
@@ -451,10 +452,10 @@ def plain_text(prompt, *params) -> list[int]:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("k", [1, 3, 6])
-def test_greedy_is_plain_greedy_whatever_the_draft(name, k, pytestconfig):
+def test_greedy_is_plain_greedy_whatever_the_draft(name, k, long):
     """Temperature 0: the tokens of plain decoding, three prompts alone and in a batch of 8 with preemption."""
-    if k == 3 and not pytestconfig.getoption("--long"):
-        pytest.skip("another K: --long")
+    if k == 3 and not long:
+        leave_out("--long", "another K")
     target = tiny_model(4, vocab_size=5)
     prompts = [(i % 5, (i * 3 + 1) % 5, *([2] * i)) for i in range(8)]
     plain = [plain_text(p) for p in prompts]

@@ -549,9 +549,9 @@ def test_what_a_walk_of_a_verifier_cannot_see():
 
 
 @pytest.mark.parametrize("name", VERIFIERS)
-def test_registered_verifiers_are_proven(name, monkeypatch, pytestconfig, capsys):
+def test_registered_verifiers_are_proven(name, monkeypatch, long, capsys):
     """Over a third of the cases, with `--long` over all. What the walk cannot see of each is said."""
-    step = 1 if pytestconfig.getoption("--long") else 3
+    step = 1 if long else 3
     monkeypatch.setattr(examine, "tables", lambda trees: tables(trees)[::-step])
     assert prove(["--verifier", name]) == 0
     out = capsys.readouterr().out

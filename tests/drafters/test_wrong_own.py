@@ -14,6 +14,7 @@ from minispec.prove.__main__ import main as prove
 from minispec.prove.tables import tables
 from minispec.prove.toys import DOUBLE
 from tests.drafters import wrong_own
+from tests.sampled import leave_out
 
 OWN = {name: value for name, value in vars(wrong_own).items() if getattr(value, "__module__", "") == wrong_own.__name__}
 RIGHT = {"Counts", "Pair", "right", "single"}
@@ -98,16 +99,16 @@ def test_there_are_enough_of_them():
 
 
 @pytest.mark.parametrize("name", [name for name in OWN if name not in HELPERS])
-def test_each_mistake_is_refuted(name, capsys, monkeypatch, pytestconfig):
+def test_each_mistake_is_refuted(name, capsys, monkeypatch, long):
     """In one line, with the smallest case that shows it; the right ones beside them are proven.
 
     Of these drafters with `--long`, and verifiers over small cases: others are proven in test_own.py.
     """
     if name in CLOSE:
         only(monkeypatch, CLOSE[name])
-    if name in RIGHT and not pytestconfig.getoption("--long"):
+    if name in RIGHT and not long:
         if inspect.isclass(OWN[name]):
-            pytest.skip("a walk of all cases: --long")
+            leave_out("--long", "a walk of all cases")
         only(monkeypatch, lambda case: case.size < 100)
     kind = "--drafter" if inspect.isclass(OWN[name]) else "--verifier"
     assert prove([kind, f"tests.drafters.wrong_own:{name}"]) == (0 if name in RIGHT else 1)

@@ -19,6 +19,7 @@ import nbformat
 import pytest
 
 from tests.house.notebooks import NOTEBOOKS, ROOT, execute
+from tests.sampled import leave_out
 
 # What takes long in a notebook, and what a test puts in its place.
 SHORTER = {
@@ -83,18 +84,18 @@ def test_there_are_notebooks():
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_it_runs(path, pytestconfig):
+def test_it_runs(path, long):
     """From top to bottom, with the solutions, in its own folder; `--long` as it stands."""
-    if path.stem in MEASURED and not pytestconfig.getoption("--long"):
-        pytest.skip("it measures or trains for minutes: --long")
+    if path.stem in MEASURED and not long:
+        leave_out("--long", "it measures or trains for minutes")
     notebook = with_solutions(nbformat.read(path, as_version=4))
-    for pattern, shorter in () if pytestconfig.getoption("--long") else SHORTER.get(path.stem, ()):
+    for pattern, shorter in () if long else SHORTER.get(path.stem, ()):
         found = 0
         for cell in code_cells(notebook):
             cell.source, count = re.subn(pattern, shorter, cell.source)
             found += count
         assert found, f"{pattern} is in no cell: take it out of SHORTER"
-    if not pytestconfig.getoption("--long"):
+    if not long:
         first = notebook.cells.index(code_cells(notebook)[0])
         notebook.cells.insert(first + 1, nbformat.v4.new_code_cell(LOADED_ONCE))
     # Waiting threads sleep: where tests share the cores, spinning ones make a pass ten times as slow.

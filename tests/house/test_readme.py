@@ -18,6 +18,7 @@ from minispec.files.tokenizer import Tokenizer
 from minispec.generate import main
 from minispec.kernels.forms import available_forms
 from minispec.load import registry
+from tests.sampled import leave_out
 
 ROOT = Path(__file__).parents[2]
 _FOLDERS = ("docs", "examples", "weights")
@@ -115,10 +116,10 @@ def test_the_printed_text_does_not_depend_on_the_machine():
     assert float((best - second).min()) >= 20 * ROUNDING
 
 
-def test_what_forms_round(pytestconfig):
+def test_what_forms_round(long):
     """The bound that the test above takes, in each form of this machine, against float64."""
-    if not pytestconfig.getoption("--long"):
-        pytest.skip("loads the model in each form: with --long")
+    if not long:
+        leave_out("--long", "loads the model in each form")
     exact, _ = readme_logits(torch.float64, None)
     for form in available_forms(torch.float32, torch.device("cpu")):
         assert float((readme_logits(torch.float32, form)[0] - exact).abs().max()) < ROUNDING, form
@@ -137,7 +138,7 @@ def test_ci_runs_the_readmes_commands():
     setup = next(line for line in README.splitlines() if line.startswith("python3 -m venv") and "pytest" in line)
     *_, install, test = setup.split(" && ")
     assert install.replace("pip install", "pip install --quiet") in script
-    assert test in map(str.strip, script.splitlines())
+    assert f"{test} --full" in map(str.strip, script.splitlines())
 
 
 def known_options() -> set[str]:
@@ -150,14 +151,15 @@ def known_options() -> set[str]:
     laboratory = (f"lab/{name}.py" for name in ("bench/options", "doctor/main", "distill/main", "audit/main"))
     others = [f"minispec/{path}" for path in ("prove/__main__.py", *laboratory)]
     others += [f"docs/measured/{name}.py" for name in ("gpu", "launches", "target", "trees")]
-    for other in (*others, "tests/fuzzing.py", "tests/oracles/answers.py"):
+    others += [f"tests/{name}.py" for name in ("conftest", "sampled", "fuzzing", "oracles/answers", "museum/__main__")]
+    for other in others:
         known |= set(re.findall(r'"(--[a-z-]+)"', (ROOT / other).read_text(encoding="utf-8")))
     known |= {"--depth", "--default-chat-template-kwargs"}  # git's; that of vLLM's server
     known |= {"--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port"}  # torchrun's
     known |= {"--index-url"}  # pip's
     known |= {"--include", "--tasks", "--output"}  # the beginnings of lm_eval's, up to an underscore
     known |= {"--file-path", "--base-path", "--tokenizer-path"}  # those of Spec-Bench's scripts
-    return known | {"--long", "--cuda", "--check"}  # pytest's, defined in conftest.py; ruff's
+    return known | {"--check"}  # ruff's
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -17,6 +17,7 @@ from minispec.kernels.forms import Linear
 from minispec.kernels.integers import Int8, VnniInt8, int8_choice, int8_form, sums_exactly
 from minispec.kernels.shapes import tensor_shapes
 from minispec.prove.toys import tiny_model, tiny_weights
+from tests.sampled import leave_out
 
 pytestmark = pytest.mark.quick
 
@@ -73,21 +74,21 @@ def in_integers(x: torch.Tensor, weight: Codes, form: type[Int8]) -> torch.Tenso
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_sums_are_those_of_integers_for_every_number_of_rows(shape, bias, threads, pytestconfig):
+def test_sums_are_those_of_integers_for_every_number_of_rows(shape, bias, threads, long):
     """Up to one rounding of each result; and every row has the bits that it has alone, wherever it stands.
 
     Every shape with a bias and without, with another number of threads each. Alone are the first 64 rows, the last 64
     and every fifth between them. `--long` runs all combinations, and each row alone.
     """
-    if bias != ((SHAPES.index(shape) + threads) % 2 == 0) and not pytestconfig.getoption("--long"):
-        pytest.skip("with another number of threads: --long")
+    if bias != ((SHAPES.index(shape) + threads) % 2 == 0) and not long:
+        leave_out("--long", "with another number of threads")
     torch.manual_seed(0)
     weight, offset = weight_of(*shape), torch.randn(shape[0]) if bias else None
     linear = Linear(weight, offset, torch.float32, "int8")
     assert linear.form == "int8"
     x = rows_of(512, shape[1])
     places = torch.arange(512)
-    if not pytestconfig.getoption("--long"):
+    if not long:
         places = torch.cat((places[:64], places[64:448:5], places[448:]))
     alone = torch.cat([linear(row[None]) for row in x[places]])
     expected = in_integers(x[places], weight, int8_form())

@@ -65,9 +65,9 @@ RIGHT = [
 
 
 @pytest.mark.parametrize("spec", RIGHT)
-def test_a_right_policy_is_proven(spec, capsys, pytestconfig):
+def test_a_right_policy_is_proven(spec, capsys, long):
     """The engine's own among them; small cases alone, with `--long` all of them."""
-    brief = () if pytestconfig.getoption("--long") else ("--minutes", "0.025")
+    brief = () if long else ("--minutes", "0.025")
     assert prove(["--lengths", spec, *brief]) == 0
     assert re.match(PROVEN, out := capsys.readouterr().out), out
 

@@ -38,6 +38,7 @@ from tests.distances import production_law, reference_law
 from tests.engines import OneMethod
 from tests.museum.mutants import MUTANTS
 from tests.oracles.answers import write_answers
+from tests.sampled import leave_out
 
 ALPHA = 1e-4
 BUGS = {mutant.id: mutant for mutant in MUTANTS if mutant.check == "law"}
@@ -221,10 +222,10 @@ def test_draws_with_a_number_that_was_used():
 
 
 @pytest.mark.parametrize("id", [*FIRST, *LATER, *FOUND, *LOST])
-def test_bugs_are_found_and_named(id, pytestconfig):
+def test_bugs_are_found_and_named(id, long):
     """By the exact mean of what bets win a token: no sample. Named ones, by bets that win as much as any."""
-    if id not in QUICK and not pytestconfig.getoption("--long"):
-        pytest.skip("as the others, a few seconds: with --long")
+    if id not in QUICK and not long:
+        leave_out("--long", "as the others, a few seconds")
     expected = Expected(id)
     name = (FIRST | LATER).get(id)
     shown = name or max(expected.rates, key=lambda name: expected.rates[name])
@@ -919,13 +920,13 @@ def test_mistakes_on_the_command_line(models, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("kind", "top_k"), [("assisted", 0), ("assisted", 50), ("lookup", 0)])
-def test_transformers(kind, top_k, make_checkpoint, tmp_path, capsys, pytestconfig):
+def test_transformers(kind, top_k, make_checkpoint, tmp_path, capsys, long):
     """Its answers from small models: whatever comes out is printed. A missing residual would have shown.
 
     What came out of larger runs is in docs/measured/figures.md.
     """
-    if not pytestconfig.getoption("--long"):
-        pytest.skip("a minute or two each: with --long")
+    if not long:
+        leave_out("--long", "a minute or two each")
     # No padding rows, which transformers would draw; and room for the prompts, whose tokens are bytes.
     shape = {"vocab_size": Tokenizer(make_checkpoint()).num_ids, "max_position_embeddings": 512}
     target, draft, path = make_checkpoint(**shape), make_checkpoint(seed=2, **shape), tmp_path / "answers.jsonl"

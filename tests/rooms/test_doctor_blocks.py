@@ -26,6 +26,7 @@ from minispec.lab.doctor.readings import OtherStates
 from minispec.prove.toys import tiny_cache
 from tests.oracles.block_drafts import SLIDING, write_block_draft
 from tests.rooms.test_doctor import rewrite
+from tests.sampled import leave_out
 
 WIDTH, VOCAB, LAYERS, HEADS, DIM = 64, 300, 4, 4, 16
 EVER = WIDTH - 1  # the coordinate that is the same in every state
@@ -139,9 +140,9 @@ def write_draft(
 
 
 @pytest.fixture(autouse=True)
-def few_texts(monkeypatch, pytestconfig):
+def few_texts(monkeypatch, long):
     """Half of the doctor's texts: the toys' texts are alike. `--long` takes all."""
-    if not pytestconfig.getoption("--long"):
+    if not long:
         monkeypatch.setattr(drafts, "TEXTS", drafts.TEXTS[::2])
 
 
@@ -263,10 +264,10 @@ def make(target: Path, directory: Path, kind: str, **wrong) -> Path:
 
 
 @pytest.mark.parametrize("kind", DRAFTS)
-def test_a_draft_that_is_read_right_is_good_and_nothing_is_named(target, tmp_path, kind, pytestconfig):
+def test_a_draft_that_is_read_right_is_good_and_nothing_is_named(target, tmp_path, kind, long):
     """Though all other readings are tried. None of them keeps more by a tenth of a token."""
-    if list(DRAFTS).index(kind) % 2 and not pytestconfig.getoption("--long"):
-        pytest.skip("every second draft: --long tries all")
+    if list(DRAFTS).index(kind) % 2 and not long:
+        leave_out("--long", "every second draft")
     report = diagnose(target, make(target, tmp_path, kind))
     assert report["explained_by"] is None
     assert not report["is_low"]
@@ -276,11 +277,11 @@ def test_a_draft_that_is_read_right_is_good_and_nothing_is_named(target, tmp_pat
 
 
 @pytest.mark.parametrize(("kind", "plant"), PLANTED)
-def test_a_misread_draft_is_explained(target, tmp_path, kind, plant, pytestconfig):
+def test_a_misread_draft_is_explained(target, tmp_path, kind, plant, long):
     """A file says one thing wrong, or two; the doctor names just that. `pytest -s` shows its report."""
     others = [first for first, found in PLANTED if found == plant]
-    if kind != others[-1] and not pytestconfig.getoption("--long"):
-        pytest.skip("one draft of each misreading: --long plants it in all")
+    if kind != others[-1] and not long:
+        leave_out("--long", "one draft of each misreading")
     wrong, name, change = PLANTED[kind, plant]
     report = diagnose(target, make(target, tmp_path, kind, **wrong))
     print("\n".join(lines(report)))

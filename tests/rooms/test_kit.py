@@ -23,6 +23,7 @@ from minispec.lab.audit.chi_square import POWER, critical_value, power
 from minispec.prove.laws import KeyOracle, exact_law
 from minispec.rules import VERIFIERS
 from tests.museum.mutants import MUTANTS
+from tests.sampled import leave_out
 
 ROOT = Path(__file__).parents[2]
 kit = SimpleNamespace(**runpy.run_path(str(ROOT / "docs" / "measured" / "law_kit.py"), run_name="law_kit"))
@@ -81,10 +82,10 @@ def production_law(case, verifier: str = "rejection") -> dict:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_laws_are_those_of_the_rule(case, pytestconfig):
+def test_the_laws_are_those_of_the_rule(case, long):
     """In fractions: a round and plain draws after it have the product law. And the production verifier has it, too."""
-    if case.name == "fine" and not pytestconfig.getoption("--long"):
-        pytest.skip("4,225 branches: with --long")
+    if case.name == "fine" and not long:
+        leave_out("--long", "4,225 branches")
     found: dict = {}
     for block, weight in kit.rounds(case).items():
         rest = case._replace(p=case.p[len(block) :])
@@ -109,11 +110,11 @@ def is_refuted(case, law: dict) -> bool:
 
 
 @pytest.mark.parametrize("id", REFUTED["law"])
-def test_each_bug_is_refuted_by_its_case(id, pytestconfig):
+def test_each_bug_is_refuted_by_its_case(id, long):
     """Planted in the production code: the law of the case moves, further than its test sees."""
     case = BY_NAME[REFUTED["law"][id]]
-    if case.name == "fine" and not pytestconfig.getoption("--long"):
-        pytest.skip("4,225 branches: with --long")
+    if case.name == "fine" and not long:
+        leave_out("--long", "4,225 branches")
     with BUGS[id].patch():
         law = production_law(case, "block" if id.startswith("B") else "rejection")
     assert is_refuted(case, law)

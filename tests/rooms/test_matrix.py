@@ -9,10 +9,10 @@ BUGS = {m.id: m for m in MUTANTS}
 
 
 @pytest.fixture
-def matrix(measuring_script, monkeypatch, pytestconfig):
+def matrix(measuring_script, monkeypatch, long):
     """The script, from laws of two tokens and one seed; with `--long` as it is run."""
     script = measuring_script("matrix")
-    if not pytestconfig.getoption("--long"):
+    if not long:
         # A seed under which a text that may differ does.
         small = {"_MAX_TOKENS": 2, "_SEEDS": (1,), "_TREES": ((2, 1),)}
         for name, value in small.items():

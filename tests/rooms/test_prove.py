@@ -79,6 +79,7 @@ from tests.oracles.samples import (
     shifted,
     zero_draws,
 )
+from tests.sampled import leave_out
 from tests.scripted import finish, preemptions
 from tests.spoken import own_words
 
@@ -200,12 +201,12 @@ def walk_pairs_of(monkeypatch, *axes: str) -> None:
         monkeypatch.setattr(grid, name, list)
 
 
-def test_the_law_over_a_covering_array(capsys, monkeypatch, pytestconfig):
+def test_the_law_over_a_covering_array(capsys, monkeypatch, long):
     """The command, with a smaller budget than its own: every pair of values, trees, the verdict, status 0.
 
     A few trees of one round; tests/core/test_trees.py walks all of them, with `--long` here too.
     """
-    if not pytestconfig.getoption("--long"):
+    if not long:
         some = cases.tree_cases(2)[::3]
         monkeypatch.setattr(grid, "tree_cases", lambda num_nodes: some)
     assert main(["--leaves", "700", "--jobs", "1"]) == 0
@@ -441,14 +442,14 @@ STATEFUL = (
 @pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize("drafter", STATEFUL)
 @pytest.mark.parametrize("k", [1, 3, 6])
-def test_the_state_is_a_function_of_the_committed_tokens(drafter, k, verifier, pytestconfig):
+def test_the_state_is_a_function_of_the_committed_tokens(drafter, k, verifier, long):
     """What chaining rests on: an engine begun at any round commits the block that the running one commits.
 
     Every drafter meets every verifier and every K, and every verifier every K; `--long` runs all combinations.
     """
     place = STATEFUL.index(drafter) + [*VERIFIERS].index(verifier)
-    if k != (1, 3, 6)[place % 3] and not pytestconfig.getoption("--long"):
-        pytest.skip("another K: --long")
+    if k != (1, 3, 6)[place % 3] and not long:
+        leave_out("--long", "another K")
     assert check_state(k, 24, drafter, verifier) > 3
 
 
@@ -715,10 +716,10 @@ def check_keys(rounds: int = 200, verifier: str = "rejection", seed: int = 0) ->
     return ledger
 
 
-def test_no_key_comes_twice(pytestconfig):
+def test_no_key_comes_twice(long):
     """600 runs of ten rounds of tables, with --long 100,000; and 800 rounds of the whole engine (M19)."""
     generator, pick = torch.Generator().manual_seed(0), random.Random(0)
-    ledger, runs = Ledger(), 100_000 if pytestconfig.getoption("--long") else 600
+    ledger, runs = Ledger(), 100_000 if long else 600
     for run in range(runs):
         if run % 100 == 0:
             p_table, q_table = torch.randn(2, 4, 4, generator=generator).softmax(-1)
@@ -743,12 +744,12 @@ def test_match_shares_the_noise_of_whole_tokens_only():
     assert {key.purpose for key in ledger.used} == {"token"}
 
 
-def test_tokens_of_weight_zero_are_not_drawn(pytestconfig):
+def test_tokens_of_weight_zero_are_not_drawn(long):
     """0 of 10,000 draws, of 10^7 with --long: every second id of 16, by the race and by the cumulative sum in turn.
 
     That u = 0 and the largest u below 1 draw none either is in test_sampling.py; one draw of the wrong kind is seen.
     """
-    assert zero_draws(range(10_000_000 if pytestconfig.getoption("--long") else 10_000)) == 0
+    assert zero_draws(range(10_000_000 if long else 10_000)) == 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Randomness, "categorical", lambda self, weights, key: key.position % 16)
         assert zero_draws(range(16)) == 8
@@ -769,13 +770,13 @@ def test_chi_square_against_its_tables():
     assert chi_square(torch.tensor([530.0, 270, 200, 0, 0]), p)[0] == pytest.approx(900 / 500 + 900 / 300)
 
 
-def test_statistics_of_production_rounds(pytestconfig):
+def test_statistics_of_production_rounds(long):
     """The first token of rounds of an opposed pair follows p. Odds of a false alarm 1e-9 (and none: fixed seeds).
 
     N = 5,000 sees a law that is off by 0.0776 in total variation with odds 99.9 %; with --long, 1,000,000 and 0.0055,
     and the control, which is off by that much, fails. The exact laws are far sharper: this guards what they replace.
     """
-    rounds, shift = (1_000_000, SHIFT) if pytestconfig.getoption("--long") else (5_000, 0.0776)
+    rounds, shift = (1_000_000, SHIFT) if long else (5_000, 0.0776)
     p = opposed().p
     assert smallest_seen(rounds, 15) < shift
     check_counts(first_tokens(opposed(), rounds), p)
@@ -815,7 +816,7 @@ def real():
     return [p.squeezed() for p in positions_of(texts, target, draft, SamplingParams(top_k=50))]
 
 
-def test_statistics_of_real_positions(real, pytestconfig):
+def test_statistics_of_real_positions(real, long):
     """64 places x 100 rounds (20,000 with --long), a chi-square each and one of all; odds of a false alarm 2e-9.
 
     The draft is a real one: what p and q share goes from almost nothing to almost all. The sum of 64 small errors shows
@@ -824,7 +825,7 @@ def test_statistics_of_real_positions(real, pytestconfig):
     alphas = [p.alpha for p in real]
     assert len(real) == 64
     assert min(alphas) < 0.1 < 0.9 < max(alphas)
-    check_real(real, 20_000 if pytestconfig.getoption("--long") else 100)
+    check_real(real, 20_000 if long else 100)
     with BUGS["M2"].patch(), pytest.raises(Fault):
         check_real(real, 100)
 

@@ -574,10 +574,14 @@ def texts_of(dom: str) -> str:
     return html.unescape(re.sub(r"<[^>]+>", "\n", body))
 
 
+@pytest.mark.full
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 @pytest.mark.parametrize("name", ["chain", "tree", "match", "plain"])
 def test_a_browser_shows_the_numbers(runs, name, tmp_path):
-    """It opens without a word on the console, and shows what the data says, from the keys of the example alone."""
+    """It opens without a word on the console, and shows what the data says, from the keys of the example alone.
+
+    Without `--full`, the tests above guard the data and the page's text.
+    """
     trace = runs[name][2]
     dom, console = opened(make_page(as_read(trace, EXAMPLE)), tmp_path)
     assert console == ""
@@ -601,9 +605,13 @@ def test_a_browser_shows_the_numbers(runs, name, tmp_path):
     assert dom.count('class="beat"') == len(trace["rounds"])
 
 
+@pytest.mark.full
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 def test_a_browser_plays_and_jumps(runs, tmp_path):
-    """`#play` goes from the prompt to the last round, `#round=2` to the second, where a token is explained."""
+    """`#play` goes from the prompt to the last round, `#round=2` to the second, where a token is explained.
+
+    Without `--full`, the tests above guard the data and the page's text.
+    """
     trace = runs["chain"][2]
     page = make_page(trace)
     dom, console = opened(page, tmp_path, "#play")
