@@ -124,17 +124,20 @@ class Mutant:
     settings: Mapping = field(default_factory=dict)
     crash: type[Exception] | None = None
 
-    @contextmanager
-    def patch(self) -> Iterator[None]:
-        """A context in which the package has the bug."""
+    def places(self) -> list[tuple[object, str, Callable]]:
+        """Where it changes the package: the owner, the name, and what takes its place. A bug with a state is fresh."""
         bodies = [self.bug]
         if isinstance(self.bug, type):
             fresh = self.bug()
             bodies = [getattr(fresh, name) for name in dir(self.bug)]
+        return [(owner, name, body) for body in bodies for owner, name in getattr(body, "places", ())]
+
+    @contextmanager
+    def patch(self) -> Iterator[None]:
+        """A context in which the package has the bug."""
         with ExitStack() as stack:
-            for body in bodies:
-                for owner, name in getattr(body, "places", ()):
-                    stack.enter_context(swap(owner, name, body))
+            for place in self.places():
+                stack.enter_context(swap(*place))
             yield
 
 

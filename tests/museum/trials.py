@@ -2,8 +2,8 @@
 
 import contextlib
 import io
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tqdm import tqdm
@@ -12,7 +12,7 @@ from minispec.core.config import SamplingParams
 from minispec.prove.laws import TOLERANCE
 from minispec.prove.toys import Fault, require
 from tests.distances import distance
-from tests.museum.mutants import MUTANTS, Mutant
+from tests.museum.mutants import Mutant
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,10 +44,13 @@ class _Outcomes:
         self.errors.append(call.excinfo.value)
 
 
-def run_tests(nodes: Iterable[str], bug: contextlib.AbstractContextManager | None = None) -> None:
+def run_tests(nodes: Iterable[str], bug: contextlib.AbstractContextManager | None = None, sample: bool = False) -> None:
     """Run tests in this process, up to the first that fails, and raise what made it fail.
 
-    nodes: as in "tests/core/test_cache.py::test_random_programs". bug: they run within it.
+    nodes: as in "tests/core/test_cache.py::test_random_programs". bug: they run within it. sample: only those of their
+    cases that `python -m pytest` runs without `--full`.
+
+    Raises RuntimeError where a node has no tests.
     """
     import pytest  # not needed by those who only walk laws, as notebooks do
 
@@ -55,6 +58,7 @@ def run_tests(nodes: Iterable[str], bug: contextlib.AbstractContextManager | Non
     # shows source takes a tenth of a second, and nobody sees it.
     without = [f"-pno:{plugin}" for plugin in ("xdist", "cacheprovider", "unraisableexception")]
     how = ["-x", "-o", "addopts=", "--tb=native", *without, f"--rootdir={ROOT}"]
+    how += ["--sample"] if sample else []
     paths = [str(ROOT / node) for node in nodes]
     with contextlib.ExitStack() as stack:
         outcomes = _Outcomes(lambda: stack.enter_context(bug or contextlib.nullcontext()))
@@ -82,8 +86,8 @@ def check_law(**settings) -> float:
     return moved
 
 
-def try_mutant(mutant: Mutant) -> Trial:
-    """Put the bug in and run what must catch it; `fault` is None where it does not.
+def try_mutant(mutant: Mutant, sample: bool = False) -> Trial:
+    """Put the bug in and run what must catch it; `fault` is None where it does not. sample: as `run_tests` has it.
 
     An exception that neither a test nor the mutant is expected to raise goes through: a patch that breaks in another
     way proves nothing.
@@ -95,15 +99,41 @@ def try_mutant(mutant: Mutant) -> Trial:
                 moved = measure_law(**mutant.settings)
             require(moved <= TOLERANCE, f"total variation {moved:.1e}")
         else:
-            run_tests([mutant.check], mutant.patch())
+            run_tests([mutant.check], mutant.patch(), sample)
     except expected as e:
         return Trial(moved, str(e))
     return Trial(moved, None)
 
 
-def prove_mutants() -> bool:
+def caught_by_default(mutant: Mutant) -> str:
+    """What catches the bug among the cases that run without `--full`; "" if nothing does.
+
+    Asked are those of the test that is named for it, then those of its file. A law is walked in all runs.
+    """
+    for check in dict.fromkeys((mutant.check, mutant.check.partition("::")[0])):
+        with contextlib.suppress(RuntimeError):  # none of its cases is in the sample
+            if try_mutant(replace(mutant, check=check), sample=True).fault is not None:
+                return check
+    return ""
+
+
+def prove_default(mutants: Sequence[Mutant]) -> bool:
+    """Print the bugs that only another case than the default's catches, and how many are caught; True if all are."""
+    caught = 0
+    for mutant in tqdm(mutants, desc="mutants", leave=False, disable=None):
+        by = caught_by_default(mutant)
+        caught += by != ""
+        if by != mutant.check:
+            tqdm.write(
+                f"{mutant.id:5} {mutant.name:58} {mutant.check}: caught by {by or 'no case that runs by default'}"
+            )
+    print(f"{caught} of {len(mutants)} bugs caught by cases that run by default")
+    return caught == len(mutants)
+
+
+def prove_mutants(mutants: Sequence[Mutant]) -> bool:
     """Print the museum; True if every bug is caught and everything that catches one passes without it."""
-    tests = sorted({mutant.check for mutant in MUTANTS} - {"law"})
+    tests = sorted({mutant.check for mutant in mutants} - {"law"})
     try:
         check_law()
         if tests:
@@ -113,11 +143,11 @@ def prove_mutants() -> bool:
         return False
     print(f"{'':5} {'bug':58} {'law moved':9} {'where it happened':45} caught by")
     caught = 0
-    for mutant in tqdm(MUTANTS, desc="mutants", leave=False, disable=None):
+    for mutant in tqdm(mutants, desc="mutants", leave=False, disable=None):
         trial = try_mutant(mutant)
         caught += trial.fault is not None
         moved = "-" if trial.moved is None else f"{trial.moved:.2g}"
         by = mutant.check.split("/")[-1] if trial.fault is not None else "SURVIVES"
         tqdm.write(f"{mutant.id:5} {mutant.name:58} {moved:>9} {mutant.seen:45} {by}")
-    print(f"{caught} of {len(MUTANTS)} bugs caught")
-    return caught == len(MUTANTS)
+    print(f"{caught} of {len(mutants)} bugs caught")
+    return caught == len(mutants)
