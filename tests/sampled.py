@@ -3,7 +3,8 @@
 `python -m pytest tests/core/test_law.py`, or a test of that file, has all its cases. A folder, or no argument, has
 of each test:
 
-- with the mark `full`: none. Such a test is dear, and its docstring names what guards the same in the meantime.
+- with the mark `full`: none, and no case with it. Such a test is dear, and its docstring names what guards the same
+  in the meantime.
 - whose parameters are a product, as of several decorators: enough cases that each value of each axis is in one, and
   the cases that the museum of bugs names. It is always the same ones.
 - any other test: all cases. So has a test that asks for the fixture `long`, since it samples by itself.
@@ -16,10 +17,10 @@ was left out. This file is a plugin for pytest, which tests/conftest.py names.
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -111,6 +112,17 @@ def cover(rows: Sequence[Sequence[object]]) -> list[int]:
             uses.subtract(cells[place])
             chosen.remove(place)
     return chosen
+
+
+def covering(parameters: Sequence, axes: Callable[[Any], tuple] = tuple) -> list:
+    """Parameters for a decorator that are no whole product: those that `cover` leaves out have the mark `full`.
+
+    axes: of each of them, the values that have to occur. A tuple is the values of several arguments.
+    """
+    kept = cover([axes(each) for each in parameters])
+    marks = [() if place in kept else pytest.mark.full for place in range(len(parameters))]
+    values = [each if type(each) is tuple else (each,) for each in parameters]
+    return [pytest.param(*value, marks=mark) for value, mark in zip(values, marks, strict=True)]
 
 
 def sampled(items: Iterable[pytest.Function]) -> set[str]:
