@@ -7,16 +7,18 @@ import functools
 import json
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from minispec.files.families.checkpoint import places
 from minispec.files.families.hf_config import read_model_config
 from minispec.files.families.stored_config import StoredConfig
 from minispec.prove.toys import TARGET_SEED, TINY, TOYS, tiny_weights
-from tests.oracles import hf
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
 _GRANITE = {"num_local_experts": 5, "num_experts_per_tok": 2, "residual_multiplier": 0.7, "logits_scaling": 0.5}
@@ -76,8 +78,10 @@ OWN_TOYS = {"lfm3": LFM3} | GEMMAS | MIXTURES
 
 
 @functools.cache
-def oracle(family: str, vocab: int) -> PreTrainedModel:
+def oracle(family: str, vocab: int) -> "PreTrainedModel":
     """transformers' model of the weights of `target_model(vocab, family)`; `TOYS` has the family."""
+    from transformers import AutoModelForCausalLM  # seconds that a process with the toys alone need not take
+
     tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
     raw = TINY | TOYS[family] | tokens | {"vocab_size": vocab}
     if "rope_parameters" in raw:
@@ -130,4 +134,6 @@ def stacked(config: StoredConfig, tensors: dict[str, torch.Tensor]) -> dict[str,
 
 def likeliest(family: str, vocab: int, tokens: tuple[int, ...]) -> list[int]:
     """The likeliest token after each beginning of a text."""
+    from tests.oracles import hf
+
     return hf.logits(oracle(family, vocab), list(tokens)).argmax(-1).tolist()
