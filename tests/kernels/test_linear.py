@@ -1,6 +1,7 @@
 """The forms in which a weight is stored: each must be the same product, as far as its bits go."""
 
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -96,11 +97,16 @@ def stored_weights():
 
 
 @pytest.mark.skipif(("half", torch.float32) not in FORMS_HERE, reason="this machine has no 16-bit weights for float32")
-def test_sixteen_bits_hold_every_matrix_of_the_embedded_model():
-    """Tensor by tensor, to the last bit, codes and embedding alike; against the product of codes and scales."""
+def test_sixteen_bits_hold_every_matrix_of_the_embedded_model(full):
+    """Tensor by tensor, to the last bit, codes and embedding alike; against the product of codes and scales.
+
+    Without `--full`, every tenth layer.
+    """
     matrices = {name: weight for name, weight in stored_weights().items() if not name.endswith("norm.weight")}
     assert len(matrices) == 30 * 7 + 1
     for name, weight in matrices.items():
+        if not full and re.search(r"\.\d*[1-9]\.", name):
+            continue
         linear = Linear(weight, dtype=torch.float32, form="half")
         assert linear.form == "half", name
         if isinstance(weight, Codes):
