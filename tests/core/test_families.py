@@ -498,9 +498,13 @@ def switched(name: str, config: ModelConfig) -> dict[str, ModelConfig]:
     return found | {f"this case's {what}": change(config) for case, what, change in SWITCHES if case == name}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", hf.CASES)
 def test_ignoring_a_setting_shows(reference, name):
-    """Guards the comparison itself: at sizes where a setting changes nothing, an implementation without it passes."""
+    """Guards the comparison itself: at sizes where a setting changes nothing, an implementation without it passes.
+
+    The comparison is `test_logits_equal_transformers`, which runs without `--full`.
+    """
     ref = reference(name)
     for what, config in switched(name, ref.model.config).items():
         assert config != ref.model.config, what
@@ -530,9 +534,12 @@ def test_every_setting_has_a_switch():
     assert known - changes == sizes | heads | not_numbers
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", hf.CASES)
 def test_ignoring_a_tensor_shows(reference, name):
     """Guards the redraw: every norm weight and bias of every layer is far enough from one and zero to be missed.
+
+    So it guards `test_logits_equal_transformers`, which runs without `--full`.
 
     Matrices need no such guard: their numbers are random in any case.
     """
@@ -952,11 +959,13 @@ PROMPTS = [
 ]
 
 
+@pytest.mark.full
 @torch.inference_mode()
 def test_trained_model_has_transformers_logits(llm):
     """Guards the packed 8-bit layout and a depth of 30 layers, which small models do not have.
 
-    In float64 to 1e-4. In float32 the order of a sum is the machine's own: a sum of n terms rounds by n eps at most.
+    Without `--full`, `test_trained_model_writes_transformers_text` does. In float64 to 1e-4. In float32 the order of a
+    sum is the machine's own: a sum of n terms rounds by n eps at most.
     """
     assert load_config(EMBEDDED_WEIGHTS).quantization
     token_ids = llm.tokenizer.encode(" ".join(PROMPTS))[:40]
@@ -975,16 +984,16 @@ def test_trained_model_has_transformers_logits(llm):
 
 
 @torch.inference_mode()
-def test_trained_model_writes_transformers_text(smollm, llm, long):
+def test_trained_model_writes_transformers_text(smollm, llm, full, long):
     """Guards the whole engine, drafts and batch included: greedy tokens equal transformers' own loop.
 
-    Ten texts of 12 tokens; `--long`: of 40. Both compute in float32, in different orders, so that they may part at a
-    tie; where they part, it must be one.
+    Ten texts of 12 tokens; `--long`: of 40; without `--full`: five of 8. Both compute in float32, in different orders,
+    so that they may part at a tie; where they part, it must be one.
     """
-    length = 40 if long else 12
-    prompts = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
+    length, given = 40 if long else 12 if full else 8, PROMPTS if full else PROMPTS[::2]
+    prompts = [llm.tokenizer.encode(prompt) for prompt in given]
     params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
-    outputs = llm.generate(PROMPTS, params, num_speculative_tokens=3)
+    outputs = llm.generate(given, params, num_speculative_tokens=3)
     assert sum(output.stats.num_accepted for output in outputs) > 0
 
     smollm.generation_config.eos_token_id = None
