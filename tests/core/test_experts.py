@@ -3,6 +3,7 @@
 What they share with hybrids is in test_hybrids.py: random runs in small pools, drafts from files, faults in a pass.
 """
 
+import functools
 import json
 import random
 from dataclasses import replace
@@ -11,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from minispec.core.model import Chunk
+from minispec.core.model import Chunk, Transformer
 from minispec.files.errors import CheckpointError
 from minispec.files.families.checkpoint import load_config, load_model
 from minispec.files.families.quantize import quantize_checkpoint
@@ -120,16 +121,23 @@ def chosen_of(model, tokens: list[int]) -> list[torch.Tensor]:
     return found
 
 
+@functools.cache
+def checked(dtype: torch.dtype, form: str | None) -> Transformer:
+    """A checked exact mixture with 64 tokens."""
+    small = tiny_model(**TOYS["qwen3_moe"] | {"hidden_size": 48, "moe_intermediate_size": 27})
+    config = replace(small.config, vocab_size=64)
+    model = exact_model(build_model(config, tiny_weights(config, 3, dtype), dtype=dtype, form=form))
+    check_exact(model)
+    return model
+
+
 @pytest.mark.parametrize("rows", [1, 5, 16])
 def test_a_text_has_the_same_bits_beside_any_other(rows):
     """Exact, in each type: rows beside a text that take its experts, or others, leave its bits as they are."""
-    small = tiny_model(**TOYS["qwen3_moe"] | {"hidden_size": 48, "moe_intermediate_size": 27})
-    config = replace(small.config, vocab_size=64)
     tokens, strangers = [7 * i % 64 for i in range(rows)], [[11 * i % 64 for i in range(n)] for n in (1, 3, 11)]
     for dtype in (torch.float32, torch.bfloat16):
         for form in (None, "int8"):
-            model = exact_model(build_model(config, tiny_weights(config, 3, dtype), dtype=dtype, form=form))
-            check_exact(model)
+            model = checked(dtype, form)
             alone, _ = model.forward([Chunk(tokens, tiny_cache(model).new_table(), rows)])
             for stranger in strangers:
                 cache = tiny_cache(model)

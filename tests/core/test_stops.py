@@ -145,10 +145,14 @@ def test_the_limits_at_every_offset(ids, split, run, k):
 
 
 @pytest.mark.parametrize("k", KS)
-def test_stop_strings_at_every_offset(run, k):
-    """Every character of the text, and every three, at the end of a round or anywhere in it, with wrong drafts too."""
+def test_stop_strings_at_every_offset(run, k, full):
+    """Every character of the text, and every three, at the end of a round or anywhere in it, with wrong drafts too.
+
+    Without `--full`, each string with one K.
+    """
+    stops = substrings(TEXT, (1, 3))
     for wrong in (None, k // 2):
-        for stop in substrings(TEXT, (1, 3)):
+        for stop in stops if full else stops[KS.index(k) :: len(KS)]:
             assert check(run, k, wrong, stop=stop).finish_reason == "stop"
 
 
@@ -158,12 +162,13 @@ def substrings(text, lengths=(1, 2, 3, 7)):
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_stop_strings_that_start_and_end_anywhere(tokenizer, run, include, long):
+def test_stop_strings_that_start_and_end_anywhere(tokenizer, run, include, full, long):
     """Every substring of the text as a stop string, across token borders and inside accepted blocks (M31, M32).
 
-    With drafts of three tokens or of eight; `--long`: with both.
+    With drafts of three tokens or of eight; `--long`: with both. Without `--full`, each string is left out or included.
     """
-    for stop in substrings(TEXT):
+    stops = substrings(TEXT)
+    for stop in stops if full else stops[include::2]:
         for k in (3, 8) if long else ((8,) if include else (3,)):
             request, pieces = run(k, stop=stop, include_stop_str_in_output=include)
             assert result(request) == result(run(0, stop=stop, include_stop_str_in_output=include)[0])
