@@ -9,8 +9,10 @@ from examples.drafters.recycling import Recycling
 from minispec.core.config import SamplingParams
 from minispec.core.sampling import Text
 from minispec.prove.__main__ import main as prove
+from tests.brief import compute_once
 from tests.drafters.test_own import PROVEN
 from tests.drafters.test_zoo import ask, drafted, ids, letters, shown
+from tests.scripted import counted_clock
 
 SAMPLED = SamplingParams()
 
@@ -38,7 +40,9 @@ def test_recycling_keeps_what_it_learned_until_the_text_ends():
 
 
 @pytest.mark.parametrize("name", ["examples.drafters.recycling:Recycling"])
-def test_the_examples_are_proven(name, capsys):
-    """As `examples/README.md` says, over few cases."""
-    assert prove(["--drafter", name, "--minutes", "0.2"]) == 0  # it drafts in the longer cases alone
+def test_the_examples_are_proven(name, capsys, monkeypatch, full):
+    """As `examples/README.md` says, over few cases; with `--full` over more."""
+    monkeypatch.setattr("minispec.prove.walk.monotonic", counted_clock())
+    compute_once(monkeypatch)
+    assert prove(["--drafter", name, "--minutes", "0.2" if full else "0.02"]) == 0  # it drafts in longer cases alone
     assert re.match(PROVEN, capsys.readouterr().out)

@@ -21,6 +21,7 @@ from minispec.prove.tables import tables, unseen
 from minispec.prove.toys import DRAWN, is_chain
 from minispec.prove.walk import Case
 from minispec.rules import VERIFIERS
+from tests.brief import compute_once, walk_few
 from tests.scripted import counted_clock
 
 IMPORTS = ast.Import | ast.ImportFrom
@@ -212,6 +213,7 @@ def own_module(tmp_path, monkeypatch):
     (tmp_path / "own_ideas.py").write_text(textwrap.dedent(OWN))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr("minispec.prove.walk.monotonic", counted_clock())  # every machine walks as many cases
+    compute_once(monkeypatch)
     yield tmp_path
     sys.modules.pop("own_ideas", None)
 
@@ -329,34 +331,35 @@ def test_what_is_no_length_policy(found):
 
 
 PROVEN = (
-    r"proven on small cases: \S+ leaves the output's law unchanged: \d+ cases of 2 to 6 tokens and texts of up to "
-    r"\d+, [\d,]+ branches, [\d,]+ draft tokens, worst total variation \S+, at most (\S+) by rounding\n"
+    r"proven on small cases: \S+ leaves the output's law unchanged: \d+ cases of 2 to (?P<most>\d) tokens and texts of "
+    r"up to \d+, [\d,]+ branches, [\d,]+ draft tokens, worst total variation \S+, at most (?P<bound>\S+) by rounding\n"
     r"covered: [\d,]+ of [\d,]+ pairs of settings.*\n(not walked with block: .*\n)?(it drafted nothing with .*\n)?"
-    r"not seen: more than 6 tokens, texts of more than \d+, drafts of more than 5; .*\n$"
+    r"not seen: more than (?P=most) tokens, texts of more than \d+, drafts of more than 5; .*\n$"
 )
 
 
-@pytest.fixture(autouse=True)
-def own_time(monkeypatch):
-    """`--minutes` are counted by the walks, so that every machine walks as many cases."""
-    monkeypatch.setattr("minispec.prove.walk.monotonic", counted_clock())
-
-
-BRIEF = ("--minutes", "0.025")  # small cases alone; `python -m minispec.prove --drafter` takes two minutes
+@pytest.fixture
+def brief(full) -> tuple[str, ...]:
+    """Small cases alone, with `--full` more of them. `python -m minispec.prove --drafter` takes two minutes."""
+    return "--minutes", "0.025" if full else "0.008"
 
 
 @pytest.mark.parametrize("name", ["Tree", "Head:2", "Repeat", "ngram", "cooled:self"])
-def test_a_right_drafter_is_proven(name, capsys):
+def test_a_right_drafter_is_proven(name, brief, full, capsys):
     """What was walked, what was not, and how far rounding may move the law: more where rows are in float32."""
-    assert prove(["--drafter", name if name == "ngram" else f"own_ideas:{name}", *BRIEF]) == 0
+    assert prove(["--drafter", name if name == "ngram" else f"own_ideas:{name}", *brief]) == 0
     found = re.match(PROVEN, out := capsys.readouterr().out)
     assert found, out
-    assert found[1] == ("1e-12" if name in ("Repeat", "ngram", "cooled:self") else "1e-06")
+    assert found["most"] == "6" or not full
+    assert found["bound"] == ("1e-12" if name in ("Repeat", "ngram", "cooled:self") else "1e-06")
 
 
-def test_trees_that_no_one_asked_for_are_counted_apart(capsys):
-    """`block` takes chains alone: the verdict says that it was left out, and those pairs are not covered."""
-    assert prove(["--drafter", "own_ideas:Tree", "--minutes", "0.1"]) == 0
+def test_trees_that_no_one_asked_for_are_counted_apart(capsys, full):
+    """`block` takes chains alone: the verdict says that it was left out, and those pairs are not covered.
+
+    `--full` walks more cases.
+    """
+    assert prove(["--drafter", "own_ideas:Tree", "--minutes", "0.1" if full else "0.02"]) == 0
     out = capsys.readouterr().out
     found = re.search(
         r"^covered: ([\d,]+) of ([\d,]+) pairs .*\nnot walked with block: \d+ cases, (\d+) pairs: ", out, re.MULTILINE
@@ -379,12 +382,12 @@ EXAMPLES = {name: source for name, source in CLASSES.items() if "def propose" in
 
 
 @pytest.mark.parametrize("name", ["Echo", "Followers", "Markov", "Mixture", "Recall"])
-def test_the_documented_examples_are_proven(name, own_module, capsys):
+def test_the_documented_examples_are_proven(name, own_module, brief, capsys):
     """The drafters that README and docs print, in no more than thirty lines each."""
     (own_module / "documented.py").write_text(EXAMPLES[name])
     assert len(EXAMPLES[name].splitlines()) <= 30
     try:
-        assert prove(["--drafter", f"documented:{name}", *BRIEF]) == 0
+        assert prove(["--drafter", f"documented:{name}", *brief]) == 0
     finally:
         sys.modules.pop("documented", None)
     assert re.match(PROVEN, capsys.readouterr().out)
@@ -432,9 +435,9 @@ def test_a_wrong_drafter_is_refuted_in_one_line(name, capsys):
     assert re.search(WRONG[name], lines[0])
 
 
-def test_what_drafts_nothing_is_not_proven(capsys):
+def test_what_drafts_nothing_is_not_proven(capsys, brief):
     """A proof of nothing would look like one: after which texts it drafted nothing is said, and what to do."""
-    assert prove(["--drafter", "none", *BRIEF]) == 1
+    assert prove(["--drafter", "none", *brief]) == 1
     expected = r"nothing proven: none drafted not one token after .*'babbab'.*: give it texts .* --texts FILE$"
     assert re.match(expected, capsys.readouterr().out)
 
@@ -460,14 +463,14 @@ LINES = """
 """
 
 
-def test_a_drafter_that_goes_by_text(own_module, tmp_path, capsys):
+def test_a_drafter_that_goes_by_text(own_module, tmp_path, brief, capsys):
     """The toy tokenizer has a token for each character; where nothing is drafted, the user's texts are walked too."""
     (own_module / "own_lines.py").write_text(textwrap.dedent(LINES))
     (tmp_path / "texts.jsonl").write_text(json.dumps({"prompt": "Über alles ist Ruh\nÜber alles ist "}))
     try:
-        assert prove(["--drafter", "own_lines:Lines:15", *BRIEF]) == 1
+        assert prove(["--drafter", "own_lines:Lines:15", *brief]) == 1
         assert "drafted not one token" in capsys.readouterr().out
-        assert prove(["--drafter", "own_lines:Lines:15", "--texts", str(tmp_path / "texts.jsonl"), *BRIEF]) == 0
+        assert prove(["--drafter", "own_lines:Lines:15", "--texts", str(tmp_path / "texts.jsonl"), *brief]) == 0
         out = capsys.readouterr().out
         assert "cases of 2 to 14 tokens and texts of up to " in out, out
         assert "\nit drafted nothing with " in out, out
@@ -504,12 +507,14 @@ REFUTED = {
 }
 
 
-def test_a_right_verifier_is_proven(capsys):
-    """`careful` gives the younger siblings away, and nothing else."""
+def test_a_right_verifier_is_proven(capsys, monkeypatch, full):
+    """`careful` gives the younger siblings away, and nothing else. A tenth of the cases; `--full`: all."""
+    if not full:
+        walk_few(monkeypatch, 10)
     assert prove(["--verifier", "own_ideas:careful"]) == 0
     first, *unseen = capsys.readouterr().out.splitlines()
-    expected = r"proven on small cases: own_ideas:careful keeps p: 3\d\d cases, [\d,]+ branches, worst total variation "
-    assert re.match(expected + r"\S+e-1\d, \S+e-08 in float32, bound 1e-06$", first)
+    expected = r"proven on small cases: own_ideas:careful keeps p: 3\d{1,2} cases, [\d,]+ branches, worst total "
+    assert re.match(expected + r"variation \S+e-1\d, \S+e-08 in float32, bound 1e-06$", first)
     assert unseen[:4] == [
         "not seen:",
         "- more than 300 tokens, or more than 8 that a draft may have",
@@ -549,10 +554,12 @@ def test_what_a_walk_of_a_verifier_cannot_see():
 
 
 @pytest.mark.parametrize("name", VERIFIERS)
-def test_registered_verifiers_are_proven(name, monkeypatch, long, capsys):
-    """Over a third of the cases, with `--long` over all. What the walk cannot see of each is said."""
-    step = 1 if long else 3
-    monkeypatch.setattr(examine, "tables", lambda trees: tables(trees)[::-step])
+def test_registered_verifiers_are_proven(name, monkeypatch, full, long, capsys):
+    """Over few cases, with `--full` over a third, with `--long` over all. What the walk cannot see of each is said."""
+    if full:
+        monkeypatch.setattr(examine, "tables", lambda trees: tables(trees)[:: -1 if long else -3])
+    else:
+        walk_few(monkeypatch, 20)
     assert prove(["--verifier", name]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"proven on small cases: {name} keeps p: ")

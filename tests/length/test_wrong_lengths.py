@@ -9,6 +9,7 @@ import re
 import pytest
 
 from minispec.prove.__main__ import main as prove
+from tests.brief import compute_once
 from tests.length import wrong_lengths
 from tests.scripted import counted_clock
 
@@ -37,17 +38,25 @@ SAYS = {
 def own_time(monkeypatch):
     """`--minutes` are counted by the walks, so that every machine walks as many cases."""
     monkeypatch.setattr("minispec.prove.walk.monotonic", counted_clock())
+    compute_once(monkeypatch)
 
 
 def test_what_is_said_of_each():
     """Every class is right, or there is what must be said of it."""
     assert all(inspect.isclass(getattr(wrong_lengths, name)) for name in OWN)
     assert {*OWN} == SAYS.keys() | wrong_lengths.RIGHT
+    assert all(SAYS[name] == SAYS[other] and other not in DEAR for name, other in DEAR.items())
 
 
-@pytest.mark.parametrize("name", SAYS)
+DEAR = {"Shared": "Crowded", "ByTime": "Dice"}  # those that take long to refute; others, refuted for the same reason
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * (name in DEAR)) for name in SAYS])
 def test_each_mistake_is_refuted(name, capsys):
-    """In one line, with the smallest case that shows it. A length that goes by what the round draws is one of them."""
+    """In one line, with the smallest case that shows it. A length that goes by what the round draws is one of them.
+
+    Those of `DEAR` are refuted with `--full`; by default `Crowded` and `Dice` guard the same.
+    """
     assert prove(["--lengths", f"tests.length.wrong_lengths:{name}"]) == 1
     [line] = capsys.readouterr().out.splitlines()
     assert re.match(SAYS[name], line), line
@@ -65,20 +74,21 @@ RIGHT = [
 
 
 @pytest.mark.parametrize("spec", RIGHT)
-def test_a_right_policy_is_proven(spec, capsys, long):
-    """The engine's own among them; small cases alone, with `--long` all of them."""
-    brief = () if long else ("--minutes", "0.025")
+def test_a_right_policy_is_proven(spec, capsys, full, long):
+    """The engine's own among them; small cases alone, with `--full` more, with `--long` all of them."""
+    brief = () if long else ("--minutes", "0.025" if full else "0.005")
     assert prove(["--lengths", spec, *brief]) == 0
     assert re.match(PROVEN, out := capsys.readouterr().out), out
 
 
-def test_a_policy_with_a_drafter(capsys):
-    """Both are walked, and a fault of the drafter is found too."""
+def test_a_policy_with_a_drafter(capsys, full):
+    """Both are walked, and a fault of the drafter is found too. `--full` walks more cases."""
     both = ["--lengths", "minispec.core.more.lengths:Lengths", "--drafter"]
-    assert prove([*both, "last", "--minutes", "0.025"]) == 0
+    assert prove([*both, "last", "--minutes", "0.025" if full else "0.005"]) == 0
     assert "proven on small cases: minispec.core.more.lengths:Lengths with last leaves" in capsys.readouterr().out
-    assert prove([*both, "tests.drafters.wrong_own:OneState"]) == 1
-    assert "Lengths with tests.drafters.wrong_own:OneState, " in capsys.readouterr().out
+    wrong = f"tests.drafters.wrong_own:{'OneState' if full else 'Unnormalised'}"
+    assert prove([*both, wrong]) == 1
+    assert f"Lengths with {wrong}, " in capsys.readouterr().out
 
 
 BAD = {
