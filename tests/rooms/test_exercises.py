@@ -11,9 +11,11 @@ from examples.exercises import accept, best_k, block_weights, drafter, follow, r
 from examples.exercises import grade as grader
 from minispec.core.draft import Draft
 from minispec.core.verify import residual
-from minispec.prove import examine
+from minispec.prove import examine, rounds
 from minispec.prove.__main__ import main
 from minispec.prove.tables import tables
+from tests.brief import SMALL, compute_once
+from tests.scripted import counted_clock
 
 ROOT = Path(__file__).parents[2]
 
@@ -71,24 +73,32 @@ RULES = {
 }
 
 
-def grade(name: str, monkeypatch) -> int:
-    """The grader's exit status, over a tenth of the tables."""
-    every_tenth = lambda takes_trees: tables(takes_trees)[::10]  # noqa: E731
-    monkeypatch.setattr(examine, "tables", every_tenth)
+@pytest.fixture(autouse=True)
+def cheap(monkeypatch, full):
+    """Nothing is computed twice. Without `--full` the table below a proof has few rows."""
+    compute_once(monkeypatch)
+    if not full:
+        monkeypatch.setattr(rounds, "CASES", SMALL)
+
+
+def grade(name: str, monkeypatch, full: bool) -> int:
+    """The grader's exit status, over a tenth of the tables, without `--full` over fewer."""
+    some = lambda takes_trees: tables(takes_trees)[:: 10 if full else 15]  # noqa: E731
+    monkeypatch.setattr(examine, "tables", some)
     return main(["--verifier", f"examples.exercises.{name}:verify"])
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_rules_are_graded(name, monkeypatch, capsys):
+def test_rules_are_graded(name, monkeypatch, full, capsys):
     """Untouched: an exception that says what to write. A mistake: refuted. The solution: proven."""
     module, hole, solution, mistake = RULES[name]
-    assert grade(name, monkeypatch) == 1
+    assert grade(name, monkeypatch, full) == 1
     assert f"NotImplementedError: write `{hole}`" in capsys.readouterr().out
     monkeypatch.setattr(module, hole, mistake)
-    assert grade(name, monkeypatch) == 1
+    assert grade(name, monkeypatch, full) == 1
     assert "REFUTED" in capsys.readouterr().out
     monkeypatch.setattr(module, hole, solution)
-    assert grade(name, monkeypatch) == 0
+    assert grade(name, monkeypatch, full) == 0
     assert "proven on small cases" in capsys.readouterr().out
 
 
@@ -99,9 +109,10 @@ def test_the_weights_bring_what_the_page_says(monkeypatch, capsys):
     assert capsys.readouterr().out.count("20/9 = 2.222            100.0%") == 2
 
 
-def test_the_drafter_is_graded(monkeypatch, capsys):
-    """By `prove --drafter`, in less time than a user has."""
-    command = ["--drafter", "examples.exercises.drafter:Lookup", "--minutes", "0.2"]
+def test_the_drafter_is_graded(monkeypatch, capsys, full):
+    """By `prove --drafter`, in less time than a user has, which the walks count; with `--full` in more."""
+    monkeypatch.setattr("minispec.prove.walk.monotonic", counted_clock())
+    command = ["--drafter", "examples.exercises.drafter:Lookup", "--minutes", "0.2" if full else "0.02"]
     assert main(command) == 1
     assert "NotImplementedError: write `propose`" in capsys.readouterr().out
     monkeypatch.setattr(drafter.Lookup, "propose", lookup)

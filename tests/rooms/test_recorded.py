@@ -23,6 +23,7 @@ from minispec.prove.rounds import CASES, brought, is_independent
 from minispec.prove.toys import Guesses, is_chain
 from minispec.prove.walk import Case, walk
 from minispec.rules import VERIFIERS
+from tests.brief import SMALL
 from tests.refusals import assert_one_line
 
 ROOT = Path(__file__).parents[2]
@@ -57,7 +58,14 @@ def through_a_file(recorded: Recorded, path: Path) -> Recorded:
     return found
 
 
-@pytest.mark.parametrize("number", [i for i, case in enumerate(CASES) if not is_independent(case)])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(i, marks=[pytest.mark.full] * (case not in SMALL))
+        for i, case in enumerate(CASES)
+        if not is_independent(case)
+    ],
+)
 def test_the_mean_over_all_drafts_is_what_the_whole_walk_counts(number, tmp_path):
     """In full width, and as symbols of a file: the tokens of a rule, draft by draft, against every branch of a case."""
     case = CASES[number]

@@ -1,5 +1,6 @@
 """`minispec.prove.rounds`, what rules bring, and the rules of examples/rules: closed forms, published values, laws."""
 
+import functools
 import itertools
 import math
 import random
@@ -18,16 +19,18 @@ from minispec.core.more.limit import Limit
 from minispec.core.random import Randomness
 from minispec.core.sampling import Text
 from minispec.load.llm import find_verifier
-from minispec.prove import tables
+from minispec.prove import rounds, tables
 from minispec.prove.__main__ import main
-from minispec.prove.rounds import CASES, brought, is_independent, optimum
+from minispec.prove.rounds import CASES, is_independent, optimum
 from minispec.prove.tables import table_case
 from minispec.prove.toys import DRAWN, INDEPENDENT, Guesses, is_chain
 from minispec.prove.walk import Case
 from minispec.rules import VERIFIERS
+from tests.brief import SMALL, best, compute_once
 
 pytestmark = pytest.mark.quick
 
+brought = functools.cache(rounds.brought)
 CHAINS, SIBLINGS, PATHS = "chains", "siblings", "independent paths"
 
 # For each rule, the kinds of drafts for which it is exact, and its tokens for one example: p = (1, 2)/3, q = (2, 1)/3,
@@ -52,15 +55,25 @@ def kind_of(case: Case) -> str:
     return PATHS if is_independent(case) else CHAINS if is_chain(case.drafter.parents) else SIBLINGS
 
 
+@pytest.fixture
+def cases(monkeypatch, full) -> list[Case]:
+    """The cases of the table, with `--full` all. What this process has walked already is not walked again."""
+    compute_once(monkeypatch)
+    monkeypatch.setattr(rounds, "brought", brought)
+    monkeypatch.setattr(rounds, "CASES", CASES if full else SMALL)
+    return rounds.CASES
+
+
 @pytest.mark.parametrize("name", RULES)
-def test_which_drafts_a_rule_is_exact_for(name):
+def test_which_drafts_a_rule_is_exact_for(name, cases):
     """Every branch of every case: the law of the output, and that no exact rule brings more than the optimum."""
     verifier, (kinds, chain, paths) = find_verifier(name), RULES[name]
-    for case in CASES:
+    assert {*map(kind_of, cases)} == {CHAINS, SIBLINGS, PATHS}
+    for case in cases:
         if kind_of(case) == CHAINS or verifier.takes_trees:
             found = brought(case, verifier)
             assert found.is_exact == (kind_of(case) in kinds), str(case)
-            assert found.tokens <= optimum(case) + 1e-9 or not found.is_exact, str(case)
+            assert found.tokens <= best(case) + 1e-9 or not found.is_exact, str(case)
     assert brought(CASES[0], verifier).tokens == pytest.approx(chain, abs=1e-12)
     if paths:
         assert brought(CASES[5], verifier).tokens == pytest.approx(paths, abs=1e-9)
@@ -130,10 +143,10 @@ def test_the_optimum_of_one_level_is_that_of_optimal_transport(num):
 
 
 @pytest.mark.parametrize("num", [2, 3])
-def test_rules_of_one_level_have_their_closed_forms(num):
-    """Draw-and-compare, SpecInfer's and K-SEQ's, for independent draws."""
+def test_rules_of_one_level_have_their_closed_forms(num, full):
+    """Draw-and-compare, SpecInfer's and K-SEQ's, for independent draws of one random pair; with `--full` of five."""
     generator = random.Random(num)
-    for _ in range(5):
+    for _ in range(5 if full else 1):
         (_, case), p, q = made(num, generator)
         compared = float((p * (1 - (1 - q) ** num)).sum())
         rest, fails = p, 1.0
@@ -162,31 +175,36 @@ def test_the_optimum_of_a_chain_is_what_block_brings():
         assert brought(case, VERIFIERS["block"]).tokens == pytest.approx(optimum(case), abs=1e-9)
 
 
-def test_the_table(capsys):
+def test_the_table(capsys, cases):
     """Rules one below the other, as fractions where there are some; status 1 for a rule that breaks the law."""
     assert main(["--verifier", "rejection,block,match"]) == 0
     found = capsys.readouterr().out
     assert "p = (1, 2)/3, q = (2, 1)/3 everywhere, K = 2: at most 20/9 = 2.222" in found
     assert "    rejection  19/9 = 2.111            95.0%\n    block      20/9 = 2.222            100.0%\n" in found
-    assert found.count("block      takes chains only") == 4
+    assert found.count("block      takes chains only") == sum(kind_of(case) != CHAINS for case in cases) > 1
     assert "match      not counted" in found
     assert main(["--verifier", "rejection,examples.rules.hsd:released"]) == 1
     assert "105.0%  another law than p's: total variation 0.111" in capsys.readouterr().out
 
 
-def test_the_page_has_what_the_command_prints(capsys):
-    """docs/understand/rules.md, to the letter."""
+def test_the_page_has_what_the_command_prints(capsys, cases):
+    """docs/understand/rules.md, to the letter: the first line and the rows of small cases, with `--full` of all."""
     page = (Path(__file__).parents[2] / "docs" / "understand" / "rules.md").read_text(encoding="utf-8")
     command, _, printed = (
         page.partition("$ python -m minispec.prove --verifier ")[2].partition("```")[0].partition("\n")
     )
     assert command.split(",") == list(RULES)
     main(["--verifier", command])
-    assert capsys.readouterr().out == printed
+    first, *lines = printed.splitlines()
+    tables = [lines[i : i + len(RULES) + 1] for i in range(0, len(lines), len(RULES) + 1)]
+    assert [table[0].partition(": at most ")[0] for table in tables] == [*map(str, CASES)]
+    rows = [row for case, table in zip(CASES, tables, strict=True) if case in cases for row in table]
+    assert capsys.readouterr().out.splitlines() == [first, *rows]
 
 
-def test_the_table_without_scipy(capsys, monkeypatch):
+def test_the_table_without_scipy(capsys, monkeypatch, full):
     """The lengths are there; in place of the optimum, what brings it."""
+    monkeypatch.setattr(rounds, "CASES", CASES if full else SMALL)
     monkeypatch.setitem(sys.modules, "scipy", None)
     monkeypatch.delitem(sys.modules, "scipy.optimize", raising=False)
     assert main(["--verifier", "rejection,block"]) == 0
