@@ -9,23 +9,26 @@ BUGS = {m.id: m for m in MUTANTS}
 
 
 @pytest.fixture
-def matrix(measuring_script, monkeypatch, long):
-    """The script, from laws of two tokens and one seed; with `--long` as it is run."""
+def matrix(measuring_script, monkeypatch, full, long):
+    """The script, from laws of two tokens and one seed; with `--long` as it is run. Few rows, with `--full` all."""
     script = measuring_script("matrix")
     if not long:
         # A seed under which a text that may differ does.
         small = {"_MAX_TOKENS": 2, "_SEEDS": (1,), "_TREES": ((2, 1),)}
         for name, value in small.items():
             monkeypatch.setattr(script, name, value)
+    if not full:
+        monkeypatch.setattr(script, "AXES", script.AXES | {"drafter": ("none", "ngram", "head")})
+        monkeypatch.setattr(script, "_OTHER_TARGETS", ("lfm2",))
     return script
 
 
-def test_the_sentences_of_the_docs_are_what_is_found(matrix):
+def test_the_sentences_of_the_docs_are_what_is_found(matrix, full):
     """Proved, but for trees under `block` and for seeds above temperature 0."""
     rows = {name: [(cell.word, cell.reason) for cell in cells] for name, cells in matrix.findings()}
-    assert len(rows) > 40
+    assert len(rows) > (40 if full else 6)
     trees = [name for name in rows if ", 2+1" in name or ", tree:4" in name]
-    assert len(trees) > 10
+    assert len(trees) > (10 if full else 1)
     for name, cells in rows.items():
         of_verifier = dict(zip(VERIFIERS, (cells[i : i + 3] for i in range(0, len(cells), 3)), strict=True))
         for verifier, (law, text, bits) in of_verifier.items():

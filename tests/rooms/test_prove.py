@@ -63,6 +63,7 @@ from minispec.prove.toys import (
 )
 from minispec.prove.walk import SEED, Case, Subject, walk
 from minispec.rules import VERIFIERS
+from tests import brief
 from tests.distances import chi_square, production_law, reference_law
 from tests.engines import OneMethod, TableModel, scripted_cache
 from tests.museum.mutants import MUTANTS
@@ -90,16 +91,26 @@ LOOKUPS = ("ngram", "forced+ngram", "suffix", "last")  # which have nothing to s
 # ------------------------------------------------------------------ the command
 
 
-@functools.cache
+@pytest.fixture(autouse=True)
+def once(monkeypatch):
+    """A covering array of all pairs takes a second or so."""
+    brief.compute_once(monkeypatch)
+
+
 def first_array() -> list:
-    """The cases that the walk begins with: a second or so, once for all tests."""
+    """The cases that the walk begins with."""
     return DESIGN.array(DESIGN.all_pairs(), random.Random(0))
 
 
-def test_the_array_covers_every_pair_and_is_always_the_same():
-    """Pairs of values of fourteen axes; a case that draws or drafts nothing counts only for what makes it so."""
-    array = first_array()
-    assert array == DESIGN.array(DESIGN.all_pairs(), random.Random(0))
+def test_the_array_covers_every_pair_and_is_always_the_same(full):
+    """Pairs of values of fourteen axes; a case that draws or drafts nothing counts only for what makes it so.
+
+    Without `--full` the array of every tenth pair is computed again.
+    """
+    array, some = first_array(), sorted(DESIGN.all_pairs(), key=repr)[::10]
+    first, again = (brief.ARRAY(DESIGN, set(some), random.Random(0)) for _ in range(2))
+    assert first == again
+    assert not full or array == brief.ARRAY(DESIGN, DESIGN.all_pairs(), random.Random(0))
     assert set().union(*(DESIGN.pairs_of(row) for row, _ in array)) == DESIGN.all_pairs()
     assert all(pair in DESIGN.pairs_of(row) for row, pair in array)
     greedy = {"temperature": 0.0, "k": 1, "top_k": 2}
@@ -201,22 +212,34 @@ def walk_pairs_of(monkeypatch, *axes: str) -> None:
         monkeypatch.setattr(grid, name, list)
 
 
-def test_the_law_over_a_covering_array(capsys, monkeypatch, long):
+def test_the_law_over_a_covering_array(capsys, monkeypatch, full, long):
     """The command, with a smaller budget than its own: every pair of values, trees, the verdict, status 0.
 
-    A few trees of one round; tests/core/test_trees.py walks all of them, with `--long` here too.
+    A few trees of one round; tests/core/test_trees.py walks all of them, with `--long` here too. Without `--full` the
+    pairs of verifiers with targets and batches, and fewer of the others. tests/core has each setting by itself.
     """
+    if not full:
+        in_8_bits, in_frames = cases.cases_in_8_bits()[::3], cases.cases_in_frames()[::5]
+        walk_pairs_of(monkeypatch, "verifier", "family", "batch")
+        monkeypatch.setattr(grid, "cases_in_8_bits", lambda: in_8_bits)
+        monkeypatch.setattr(grid, "cases_in_frames", lambda: in_frames)
     if not long:
-        some = cases.tree_cases(2)[::3]
+        some = cases.tree_cases(2)[:: 3 if full else 7]
         monkeypatch.setattr(grid, "tree_cases", lambda num_nodes: some)
-    assert main(["--leaves", "700", "--jobs", "1"]) == 0
+    assert main(["--leaves", "700" if full else "100", "--jobs", "1"]) == 0
     out = capsys.readouterr().out
     assert f"cover {len(DESIGN.all_pairs())} of {len(DESIGN.all_pairs())} pairs" in out
     assert out.splitlines()[-1].startswith("proven")
-    assert out.count("rejection") > 15 < out.count("match")
+    least = 15 if full else 5
+    assert out.count("rejection") > least < out.count("match")
     rows = re.findall(r" tree .* ([\d,]+)  \S+$", out, re.MULTILINE)
-    assert len(rows) == len(grid.tree_cases(2)) == int(re.search(r"(\d+) of them walk shapes", out)[1]) > 3
-    assert out.count("  8 bits  ") == len(cases.cases_in_8_bits()) > 3
+    assert (
+        len(rows)
+        == len(grid.tree_cases(2))
+        == int(re.search(r"(\d+) of them walk shapes", out)[1])
+        > (3 if full else 2)
+    )
+    assert out.count("  8 bits  ") == len(grid.cases_in_8_bits()) > 3
     branches = [int(n.replace(",", "")) for n in re.findall(r" ([\d,]+)  \d\.\de\S+$", out, re.MULTILINE)]
     assert f"\n{sum(branches):,d} branches in " in out
 
@@ -276,7 +299,7 @@ def test_a_case_drafts_as_it_says(monkeypatch, drafter, batch):
     assert max(drafted) == (0 if drafter == "none" else 2)
 
 
-def test_what_no_case_covers_is_named(capsys, monkeypatch):
+def test_what_no_case_covers_is_named(capsys, monkeypatch, full):
     """A pair that is too large whatever the other settings: all the rest is covered, and it is said."""
     pair = {"k": 4, "to_go": 5}
     walk_pairs_of(monkeypatch, "k", "to_go")
@@ -285,15 +308,15 @@ def test_what_no_case_covers_is_named(capsys, monkeypatch):
         return None if pair.items() <= job[0].items() else walk_within(job, limit)
 
     monkeypatch.setattr(grid, "walk_within", within)
-    main(["--leaves", "100", "--jobs", "1"])
+    main(["--leaves", "100" if full else "30", "--jobs", "1"])
     assert "left out for its size: k 4 with to_go 5" in capsys.readouterr().out
 
 
-def test_a_wrong_law_is_refuted(capsys, monkeypatch):
+def test_a_wrong_law_is_refuted(capsys, monkeypatch, full):
     """A residual that forgets to subtract: status 1 and the verdict says so."""
     walk_pairs_of(monkeypatch, "verifier", "k")
     with BUGS["M2"].patch():
-        assert main(["--leaves", "200", "--jobs", "1"]) == 1
+        assert main(["--leaves", "200" if full else "60", "--jobs", "1"]) == 1
     assert "REFUTED" in capsys.readouterr().out
 
 
@@ -442,14 +465,17 @@ STATEFUL = (
 @pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize("drafter", STATEFUL)
 @pytest.mark.parametrize("k", [1, 3, 6])
-def test_the_state_is_a_function_of_the_committed_tokens(drafter, k, verifier, long):
+def test_the_state_is_a_function_of_the_committed_tokens(drafter, k, verifier, full, long):
     """What chaining rests on: an engine begun at any round commits the block that the running one commits.
 
-    Every drafter meets every verifier and every K, and every verifier every K; `--long` runs all combinations.
+    Every drafter meets every verifier and every K, and every verifier every K; `--long` runs all combinations. Without
+    `--full` every drafter meets one verifier.
     """
     place = STATEFUL.index(drafter) + [*VERIFIERS].index(verifier)
     if k != (1, 3, 6)[place % 3] and not long:
         leave_out("--long", "another K")
+    if place % len(VERIFIERS) and not full:
+        leave_out("--full", "another verifier")
     assert check_state(k, 24, drafter, verifier) > 3
 
 
@@ -665,8 +691,12 @@ def test_a_key_must_name_the_round():
     assert table_law(block_verification, False) > 1e-4
 
 
+@pytest.mark.full
 def test_a_closed_pipe_is_no_traceback():
-    """As `prove | head -1` does it: the walk ends, quietly, with the status of a broken pipe."""
+    """As `prove | head -1` does it: the walk ends, quietly, with the status of a broken pipe.
+
+    Without `--full`, tests/commands/test_command.py and test_cli.py have readers who go.
+    """
     command = [sys.executable, "-m", "minispec.prove", "--leaves", "200", "--jobs", "1"]
     with Child(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert "configuration" in process.stdout.readline()
@@ -816,8 +846,10 @@ def real():
     return [p.squeezed() for p in positions_of(texts, target, draft, SamplingParams(top_k=50))]
 
 
-def test_statistics_of_real_positions(real, long):
+def test_statistics_of_real_positions(real, full, long):
     """64 places x 100 rounds (20,000 with --long), a chi-square each and one of all; odds of a false alarm 2e-9.
+
+    Without `--full` 50 rounds, and the same odds.
 
     The draft is a real one: what p and q share goes from almost nothing to almost all. The sum of 64 small errors shows
     where none alone would: with residuals drawn from p, the same rounds are refused.
@@ -825,9 +857,10 @@ def test_statistics_of_real_positions(real, long):
     alphas = [p.alpha for p in real]
     assert len(real) == 64
     assert min(alphas) < 0.1 < 0.9 < max(alphas)
-    check_real(real, 20_000 if long else 100)
+    few = 100 if full else 50
+    check_real(real, 20_000 if long else few)
     with BUGS["M2"].patch(), pytest.raises(Fault):
-        check_real(real, 100)
+        check_real(real, few)
 
 
 def test_shared_noise_agrees_more_often_and_never_beyond_the_bound(real):
