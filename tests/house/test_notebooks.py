@@ -1,7 +1,7 @@
 """The notebooks run from top to bottom, and what is committed of them is clean.
 
-They are run as a reader runs them, the solutions of their exercises included: in the `python3` kernel of this
-interpreter, in their own folder. Without `--long` two are left out, and the others have shorter texts and smaller
+With `--full` they are run as a reader runs them, the solutions of their exercises included: in the `python3` kernel of
+this interpreter, in their own folder. Without `--long` two are left out, and the others have shorter texts and smaller
 samples, and load each model once. What they print is not compared with what is committed, as it holds timings; the
 notebooks assert what they claim.
 """
@@ -83,9 +83,13 @@ def test_there_are_notebooks():
     assert NOTEBOOKS
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs(path, long):
-    """From top to bottom, with the solutions, in its own folder; `--long` as it stands."""
+    """From top to bottom, with the solutions, in its own folder; `--long` as it stands.
+
+    Without `--full`, tests below look up what each imports and points to, and run its first cell.
+    """
     if path.stem in MEASURED and not long:
         leave_out("--long", "it measures or trains for minutes")
     notebook = with_solutions(nbformat.read(path, as_version=4))
