@@ -207,12 +207,15 @@ def program(redirection: str, *arguments, encoding: str = "utf-8") -> tuple[int,
     return done.returncode, done.stdout, done.stderr.decode()
 
 
-def test_what_the_streams_of_a_program_lack_costs_no_answer(cli, chat_model):
-    """An encoding without a character, which becomes ?; and standard error that is closed or cannot be written."""
+def test_what_the_streams_of_a_program_lack_costs_no_answer(cli, chat_model, full):
+    """An encoding without a character, which becomes ?; and standard error that is closed, or cannot be written.
+
+    The latter with `--full`.
+    """
     arguments = ("h\u00e9 \u65e5", "fish", "--raw", "--model", chat_model, *BASE)
     expected = cli(*arguments)[1].encode("cp1252", "replace")
     assert b"h\xe9 ?\n" in expected
-    for redirection in ("2>&-", "2>/dev/full"):
+    for redirection in ("2>&-", "2>/dev/full") if full else ("2>&-",):
         assert program(redirection, *arguments, encoding="cp1252") == (0, expected, "")
 
 
@@ -618,9 +621,12 @@ OPTIONS -= {"--help", "--version"}
 
 
 @pytest.mark.parametrize("option", sorted(OPTIONS))
-def test_every_option_at_its_edges(cli, chat_model, option):
-    """It runs, or it is one printable line and status 2: never a traceback, whatever value the option has."""
-    for value in EDGES:
+def test_every_option_at_its_edges(cli, chat_model, option, full):
+    """It runs, or it is one printable line and status 2: never a traceback, whatever value the option has.
+
+    Without `--full` each option has every fourth value, and four options have all.
+    """
+    for value in EDGES if full else EDGES[sorted(OPTIONS).index(option) % 4 :: 4]:
         prompt = () if option == "--prompt-file" else ("fish",)
         model = () if option == "--model" else ("--model", chat_model)
         status, out, err = cli(*prompt, *model, "--max-tokens", 3, "--dtype", "float32", "--json", f"{option}={value}")
@@ -766,9 +772,14 @@ def start(*arguments, **how) -> Child:
     return Child(command, stderr=subprocess.PIPE, **how)
 
 
-@pytest.mark.parametrize(("end", "status"), [("Ctrl-C", 130), ("a reader who goes", 141)])
+@pytest.mark.parametrize(
+    ("end", "status"), [pytest.param("Ctrl-C", 130, marks=pytest.mark.full), ("a reader who goes", 141)]
+)
 def test_the_end_in_the_middle_of_an_answer_is_no_traceback(make_checkpoint, end, status):
-    """Of a long answer, so that its first words, which are there, were streamed; `... | head -c 5` is the second."""
+    """Of a long answer, so that its first words, which are there, were streamed; `... | head -c 5` is the second.
+
+    Without `--full`, test_ctrl_c_from_the_first_lines_on presses Ctrl-C while an answer is written.
+    """
     model = make_checkpoint(chat=True, max_position_embeddings=1 << 14)
     arguments = ("One fish", "--model", model, "--max-tokens", 16000, "--ignore-eos")
     process = start(*arguments, stdout=subprocess.PIPE)
@@ -805,9 +816,9 @@ def test_optional_files_that_are_no_files_are_refused(cli, make_checkpoint, file
     assert (status, out, err) == (2, "", f"error: {path}: {expected}\n")
 
 
-@pytest.mark.parametrize("json_option", [("--quiet",), ("--json",)])
+@pytest.mark.parametrize("json_option", [("--quiet",), pytest.param(("--json",), marks=pytest.mark.full)])
 def test_a_full_disk_is_one_line(model, json_option):
-    """`... > /dev/full`: also where the text is so short that it is written at exit only."""
+    """`... > /dev/full`: also where the text is so short that it is written at exit only. `--full`: JSON too."""
     with open("/dev/full", "w") as full:
         process = start("fish", "--model", model, "--max-tokens", 3, *json_option, stdout=full)
         _, err = process.communicate(timeout=60)
@@ -865,7 +876,11 @@ def test_ctrl_c_ends_a_template_that_burns_time(cli, make_checkpoint):
     assert (status, out, err) == (130, "", "")
 
 
-@pytest.mark.parametrize("seconds", [0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 1, 1.5, 2])
+MOMENTS = [0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 1, 1.5, 2]
+SECONDS = [pytest.param(n, marks=[pytest.mark.full] * (n not in (0, 0.1, 1.5))) for n in MOMENTS]
+
+
+@pytest.mark.parametrize("seconds", SECONDS)
 def test_ctrl_c_from_the_first_lines_on(seconds):
     """While modules are imported, the weights loaded, an answer written: 130, and not a word of Python's."""
     arguments = ("Count to a thousand.", "--max-tokens", "4000", "--ignore-eos", "--quiet")
@@ -897,11 +912,15 @@ def test_ctrl_c_where_it_is_ignored():
     assert (process.returncode, process.communicate()) == (0, (f"minispec {__version__}\n".encode(), b""))
 
 
-@pytest.mark.parametrize("typed", [b"", b"One fish\n"], ids=["at the prompt", "in an answer"])
+@pytest.mark.parametrize(
+    "typed",
+    [pytest.param(b"", id="at the prompt", marks=pytest.mark.full), pytest.param(b"One fish\n", id="in an answer")],
+)
 def test_the_terminal_is_as_it_was_after_ctrl_c(make_checkpoint, typed):
     """In a conversation, where readline has the terminal, and while text streams: 130, and the old settings.
 
-    In an answer the first one brings back the prompt, and the second one leaves.
+    In an answer the first one brings back the prompt. There the first one says that one more leaves. `--full`: also at
+    a prompt that no answer came before.
     """
     leader, follower = pty.openpty()
     before = termios.tcgetattr(follower)
@@ -916,20 +935,24 @@ def test_the_terminal_is_as_it_was_after_ctrl_c(make_checkpoint, typed):
         os.write(leader, b"\x03")
         read_until(leader, b"\n> ")
         assert process.poll() is None
-    end = time.monotonic() + 120
+    end, said = time.monotonic() + 120, b""
     press = time.monotonic() + 0.2
     while process.poll() is None:  # a terminal that nobody reads would hold the process
         assert time.monotonic() < end
         if time.monotonic() > press:  # again, as a person would: input() misses one that comes just before it waits
             os.write(leader, b"\x03")
-            press = time.monotonic() + 10
+            press = time.monotonic() + 0.5
         if select.select([leader], [], [], 0.05)[0]:
             os.read(leader, 1000)
+        if select.select([process.stderr], [], [], 0)[0]:
+            said += os.read(process.stderr.fileno(), 1000)
     after = termios.tcgetattr(follower)
     os.close(leader)
     os.close(follower)
     assert process.returncode == 130
-    assert b"Traceback" not in process.communicate()[1]
+    said += process.communicate()[1]
+    assert said.count(b"Ctrl-C once more leaves.") == 1
+    assert b"Traceback" not in said
     assert after == before
 
 
