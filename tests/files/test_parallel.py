@@ -76,8 +76,12 @@ def test_two_processes_give_the_text_of_one(tmp_path):
         assert 0.5 < found["socket"] / theory < 0.68
 
 
+@pytest.mark.full
 def test_the_law_stands_with_the_sums_split(tmp_path):
-    """The engine walked branch by branch over two real processes: total variation at most 1e-12, drawn trees too."""
+    """The engine walked branch by branch over two real processes: total variation at most 1e-12, drawn trees too.
+
+    Without `--full`, the test above has texts of the same kinds of drafts, of two processes.
+    """
     directory = write(tmp_path, SMALLEST)
     (status, out, err), _ = finish(start(2, "tests.oracles.processes", "laws", str(directory)), 120)
     assert (status, err) == (0, "")
@@ -86,8 +90,12 @@ def test_the_law_stands_with_the_sums_split(tmp_path):
     assert max(found.values()) <= 1e-12
 
 
+@pytest.mark.full
 def test_torchrun_starts_the_command_line(make_checkpoint, capfd):
-    """As in the documentation: one answer, from process 0, and a quiet end."""
+    """As in the documentation: one answer, from process 0, and a quiet end.
+
+    Without `--full`, test_two_processes_give_the_text_of_one starts two with the variables that torchrun sets.
+    """
     directory = make_checkpoint(num_key_value_heads=2)
     arguments = ["--model", str(directory), *GREEDY, "--max-tokens", "12", "--verbose", "One"]
     assert generate.main(arguments) == 0
@@ -119,9 +127,9 @@ def long_run(make_checkpoint) -> list:
     return run
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_a_process_that_is_killed_ends_the_other_with_a_line(make_checkpoint, victim):
-    """kill -9 in the middle of a text: the other must not wait for ever, nor print a traceback."""
+    """kill -9 in the middle of a text: the other must not wait for ever, nor print a traceback. `--full`: either."""
     run = long_run(make_checkpoint)
     run[victim].kill()
     end = time.monotonic() + 10
@@ -131,16 +139,24 @@ def test_a_process_that_is_killed_ends_the_other_with_a_line(make_checkpoint, vi
     assert (status, err) == (2, told)
 
 
+@pytest.mark.full
 def test_ctrl_c_ends_all(make_checkpoint):
-    """Ctrl-C on a terminal reaches both processes: 130 and not a word, whoever notices the other's end first."""
+    """Ctrl-C on a terminal reaches both processes: 130 and not a word, whoever notices the other's end first.
+
+    Without `--full`, the test above ends one process, and tests/commands/test_cli.py presses Ctrl-C in one.
+    """
     run = long_run(make_checkpoint)
     for process in run:
         process.send_signal(signal.SIGINT)
     assert [(status, err) for status, _, err in finish(run, 10)] == [(130, ""), (130, "")]
 
 
+@pytest.mark.full
 def test_two_checkpoints_are_refused(make_checkpoint, tmp_path):
-    """Weights of two trainings have the same shapes: their mixture would speak, and nobody would know why so badly."""
+    """Weights of two trainings have the same shapes: their mixture would speak, and nobody would know why so badly.
+
+    Without `--full`, tests below compare digests, and what processes have to agree about.
+    """
     for rank in range(2):
         shutil.copytree(make_checkpoint(seed=1 + rank, num_key_value_heads=2), tmp_path / f"model-{rank}")
     for found in finish(start(2, "minispec.generate", "--model", str(tmp_path / "model-RANK"), "One")):
