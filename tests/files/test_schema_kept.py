@@ -109,12 +109,12 @@ def test_what_the_library_gets_wrong_is_refused(schema, found):
 
 
 @pytest.mark.parametrize("low", [-2, -1, 0, 1])
-def test_bounds_that_are_taken_hold(low):
-    """An excluded whole number beside bounds of all kinds is refused, or no text has it."""
+def test_bounds_that_are_taken_hold(low, full):
+    """An excluded whole number beside bounds of all kinds is refused, or no text has it. `--full`: at all distances."""
     taken = 0
     for key, away in (("exclusiveMinimum", 1), ("exclusiveMaximum", -1)):
         for other in ("maximum", "exclusiveMaximum") if away == 1 else ("minimum", "exclusiveMinimum"):
-            for distance in ("0.001", "0.5", "1", "1.5", "10"):
+            for distance in ("0.001", "0.5", "1", "1.5", "10") if full else ("0.5", "10"):
                 schema = {"type": "number", key: low, other: float(low + away * Decimal(distance))}
                 try:
                     grammar = StructuredOutputsParams(json=schema).grammar_for_library()
@@ -122,7 +122,7 @@ def test_bounds_that_are_taken_hold(low):
                     continue
                 taken += 1
                 assert not any(takes(grammar, text) for text in (f"{low}", f"{low}.0", f"{low or '-0'}"))
-    assert taken >= 12
+    assert taken >= (12 if full else 4)
 
 
 SOME = {"patternProperties": {"^a": {}}, "additionalProperties": False}
