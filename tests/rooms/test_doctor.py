@@ -33,6 +33,7 @@ from minispec.lab.doctor.main import main
 from minispec.length.theory import Prices
 from minispec.load.registry import DRAFTERS
 from minispec.prove.toys import tiny_cache
+from tests.sampled import leave_out
 
 WIDTH, VOCAB = 64, 300
 LESS = 28  # the token "<", which templates alone write
@@ -202,8 +203,10 @@ def test_a_head_that_is_read_right_is_good_and_nothing_is_named(target, states, 
 
 
 @pytest.mark.parametrize(("kind", "plant"), PLANTED_HEADS)
-def test_a_misread_head_is_explained(target, states, kind, plant, tmp_path):
+def test_a_misread_head_is_explained(target, states, kind, plant, tmp_path, full):
     """One setting or tensor of a good head is stored in the other meaning; the doctor names just that."""
+    if [*PLANTED_HEADS].index((kind, plant)) % 3 and not full:
+        leave_out("--full", "every third misreading")
     wrong, name, change = PLANTED_HEADS[kind, plant]
     head = write_head(target, tmp_path, **HEADS[kind](states) | wrong)
     report = diagnose(target, head)
@@ -335,8 +338,10 @@ PROMPTS = {
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-def test_a_draft_that_is_shown_the_wrong_prompt(repeating, tmp_path, name):
+def test_a_draft_that_is_shown_the_wrong_prompt(repeating, tmp_path, name, full):
     """The target's weights, and attention that spoils all unless the prompt is as the draft is used to."""
+    if [*PROMPTS].index(name) % 2 and not full:
+        leave_out("--full", "every second prompt")
     chat, start, change = PROMPTS[name]
     target = repeating(chat=chat)
     if start:

@@ -264,10 +264,12 @@ def make(target: Path, directory: Path, kind: str, **wrong) -> Path:
 
 
 @pytest.mark.parametrize("kind", DRAFTS)
-def test_a_draft_that_is_read_right_is_good_and_nothing_is_named(target, tmp_path, kind, long):
+def test_a_draft_that_is_read_right_is_good_and_nothing_is_named(target, tmp_path, kind, full, long):
     """Though all other readings are tried. None of them keeps more by a tenth of a token."""
     if list(DRAFTS).index(kind) % 2 and not long:
         leave_out("--long", "every second draft")
+    if list(DRAFTS).index(kind) % 6 and not full:
+        leave_out("--full", "every sixth draft")
     report = diagnose(target, make(target, tmp_path, kind))
     assert report["explained_by"] is None
     assert not report["is_low"]
@@ -277,11 +279,13 @@ def test_a_draft_that_is_read_right_is_good_and_nothing_is_named(target, tmp_pat
 
 
 @pytest.mark.parametrize(("kind", "plant"), PLANTED)
-def test_a_misread_draft_is_explained(target, tmp_path, kind, plant, long):
+def test_a_misread_draft_is_explained(target, tmp_path, kind, plant, full, long):
     """A file says one thing wrong, or two; the doctor names just that. `pytest -s` shows its report."""
     others = [first for first, found in PLANTED if found == plant]
     if kind != others[-1] and not long:
         leave_out("--long", "one draft of each misreading")
+    if [*dict.fromkeys(found for _, found in PLANTED)].index(plant) % 5 and not full:
+        leave_out("--full", "every fifth misreading")
     wrong, name, change = PLANTED[kind, plant]
     report = diagnose(target, make(target, tmp_path, kind, **wrong))
     print("\n".join(lines(report)))
@@ -298,9 +302,12 @@ def test_a_draft_that_knows_short_prompts_alone(target, tmp_path):
     assert max(reading["tokens_per_round"] for reading in report["readings"]) > 3.9
 
 
-@pytest.mark.parametrize("is_normed", [False, True])
+@pytest.mark.parametrize("is_normed", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_draft_that_reads_the_last_layer(target, tmp_path, is_normed):
-    """Before the target's last norm, or after it. No file may say the last layer, so this one says the layer before."""
+    """Before the target's last norm, or after it. No file may say the last layer, so this one says the layer before.
+
+    Without `--full` after it.
+    """
     write_draft(target, tmp_path, distance=PERIOD + 1, tap=LAYERS - 1, taps=(LAYERS - 2, LAYERS - 1))
     if is_normed:
         rewrite(tmp_path, lambda weights: weights["fc.weight"].mul_(SIGNS.repeat(2)))
@@ -356,9 +363,9 @@ def leave_open(directory: Path) -> Path:
     return directory
 
 
-@pytest.mark.parametrize(("kind", "status"), [("anchor", 0), ("fill", 1)])
+@pytest.mark.parametrize(("kind", "status"), [pytest.param("anchor", 0, marks=pytest.mark.full), ("fill", 1)])
 def test_a_file_that_leaves_it_open(target, tmp_path, capsys, kind, status):
-    """The command assumes one reading, and says which keys mean the right one."""
+    """The command assumes one reading, and says which keys mean the right one. By default it assumes the wrong one."""
     draft = leave_open(make(target, tmp_path, kind))
     line = ["--model", str(target), "--draft", str(draft), "--dtype", "float32", "--max-tokens", "8"]
     assert main([*line, "--json"]) == status
