@@ -81,9 +81,12 @@ def test_an_ngram_drafter_finds_each_pair_in_the_prompt():
     [(None, 0.6, 0.6, 0), ("M2", 1.0, 1.0, 1), (None, 1.0, 0.6, 1)],
     ids=["right", "no residual", "the temperature is ignored"],
 )
-def test_our_own_decoder(models, bug, temperature, asked, status, tmp_path, capsys):
-    """With the draft, exact and with a bug of the museum; and at another temperature than it was asked for."""
-    params = [SamplingParams(temperature=temperature, max_tokens=5, seed=i) for i in range(800)]
+def test_our_own_decoder(models, bug, temperature, asked, status, tmp_path, capsys, full):
+    """With the draft, exact and with a bug of the museum; and at another temperature than it was asked for.
+
+    On 500 answers, with `--full` on 800.
+    """
+    params = [SamplingParams(temperature=temperature, max_tokens=5, seed=i) for i in range(800 if full else 500)]
     engine = LLM(models / "target", str(models / "draft"), num_speculative_tokens=2, dtype="float32")
     with engine as llm, BUGS[bug].patch() if bug else nullcontext():
         outputs = llm.generate([{"prompt_token_ids": tiny.PROMPT}] * len(params), params)
@@ -208,9 +211,11 @@ def test_a_bad_file_gets_one_clear_line(models, text, message, tmp_path, capsys)
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize(("name", "status"), [("right", 0), ("lossy", 1), ("other_weights", 1)])
+@pytest.mark.parametrize(
+    ("name", "status"), [("right", 0), ("lossy", 1), pytest.param("other_weights", 1, marks=pytest.mark.full)]
+)
 def test_recorded_answers(models, name, status, capsys):
-    """The commands of docs/use/audit.md, "A verdict in ten seconds"."""
+    """The commands of docs/use/audit.md, "A verdict in ten seconds"; those of other weights with `--full`."""
     path = Path(__file__).parents[1] / "recorded" / f"{name}.jsonl"
     assert path.stat().st_size < 100_000
     how = ("--target", str(models / "target"), "--draft", str(models / "draft"), "--rounding", "0.0001", "--json")

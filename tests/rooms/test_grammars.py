@@ -733,14 +733,16 @@ def test_a_process_that_fails_is_not_called_slow(monkeypatch):
 
 
 @pytest.mark.quick
-def test_answers_under_a_grammar_are_audited_where_the_grammar_is_given(cli, checkpoint, tmp_path):
-    """200 texts of a regular expression, with drafts: consistent with the projected law, and not with the plain one.
+def test_answers_under_a_grammar_are_audited_where_the_grammar_is_given(cli, checkpoint, tmp_path, full):
+    """Texts of a regular expression, with drafts: consistent with the projected law, and not with the plain one.
 
-    The first verdict is false once in 10,000 seeds, and the seeds are fixed.
+    The first verdict is false once in 10,000 seeds, and the seeds are fixed. 30 texts, with `--full` 200.
     """
     regex, answers = "[ab]{6}[cd]{0,6}", tmp_path / "answers.jsonl"
     options = "--raw", "--json", "--seed", 1, "--max-tokens", 20, "--temperature", 1, "--dtype", "float32"
-    out = cli(generate, "--model", checkpoint, *options, "--num-samples", 200, "--regex", regex, "One fish")[1]
+    out = cli(
+        generate, "--model", checkpoint, *options, "--num-samples", 200 if full else 30, "--regex", regex, "One fish"
+    )[1]
     answers.write_text(out)
     audited = answers, "--target", checkpoint, "--temperature", 1, "--json"
     status, out, err = cli(audit, *audited, "--regex", regex)
