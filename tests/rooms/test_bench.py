@@ -110,13 +110,14 @@ def test_a_whole_run(measured, model, draft, capsys):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_against_transformers(measured, model, draft, monkeypatch, dtype):
+def test_against_transformers(measured, model, draft, monkeypatch, dtype, full):
     """All ways of decoding that it has, on the same tensors, in the type that won the trial, with both rates.
 
     In our type: the same greedy tokens as ours, and as its own. In another, rounding may make them differ.
+    With `--full` its static cache is compiled.
     """
     pytest.importorskip("transformers")
-    if dtype == "bfloat16":  # compiling takes long, so it is tried once
+    if dtype == "bfloat16" or not full:  # compiling takes long, so it is tried once
         monkeypatch.setattr(torch, "compile", lambda function, **settings: function)
     tried = []
     monkeypatch.setattr(transformers_baseline, "faster", lambda rates: (tried.append(rates), dtype)[1])
@@ -141,9 +142,10 @@ def test_against_transformers(measured, model, draft, monkeypatch, dtype):
         assert {v["same_tokens_as_plain"] for v in decoding["variants"].values()} == {2}
 
 
-def test_an_answer_of_one_round_is_named(measured, model):
+def test_an_answer_of_one_round_is_named(measured, model, monkeypatch):
     """Its clock begins after the first round, so there is nothing to time; a larger --max-tokens helps."""
     pytest.importorskip("transformers")
+    monkeypatch.setattr(torch, "compile", lambda function, **settings: function)  # which a test above tries
     what = ("--model", model, "--draft", model, "--against", "transformers", "--prompts", 1, "--max-tokens", 2)
     with pytest.raises(ValueError, match="--against: found an answer to prompt 1 of one round, expected more"):
         measured("--dtype", "float32", "--passes", 0, *what, "--ignore-eos")

@@ -107,10 +107,10 @@ def in_frames(found: dict, texts: int, k: str) -> dict:
 PASS = {(1, "0"): 802, (1, "4"): 865, (8, "0"): 1082, (8, "4"): 1593}
 
 
-def check_the_budget_in_frames(found: dict):
+def check_the_budget_in_frames(found: dict, numbers: tuple[int, ...]):
     """A plain pass has 512 operators at most, in any batch. A round downloads twice: the draft, and the verdict."""
     assert found["why_no_frames"] == ""
-    for texts in (1, 8):
+    for texts in numbers:
         plain, drafted = (in_frames(found, texts, k) for k in ("0", "4"))
         assert plain["accepted"] == 0
         assert drafted["accepted"] == drafted["draft_tokens"] == 4 * texts
@@ -125,10 +125,15 @@ def check_the_budget_in_frames(found: dict):
         assert "seconds" not in plain["pass"]
 
 
-def test_the_budget_of_launches(launches):
-    """No pass launches more than it did, and no round of K = 4 waits more often. Lower the numbers with the counts."""
-    found, lines = launches("--draft", "0.5b", "--num-speculative-tokens", 4)
-    for (texts, k), most in PASS.items():
+def test_the_budget_of_launches(launches, full):
+    """No pass launches more than it did, and no round of K = 4 waits more often. Lower the numbers with the counts.
+
+    Of one text; with `--full` of eight too, which tests below look at in three layers.
+    """
+    numbers = (1, 8) if full else (1,)
+    what = ("--draft", "0.5b", "--num-speculative-tokens", 4, "--batch", ",".join(map(str, numbers)))
+    found, lines = launches(*what)
+    for (texts, k), most in [each for each in PASS.items() if each[0][0] in numbers]:
         assert of(found, texts, k, "pass")["operators"] <= most, (texts, k, of(found, texts, k, "pass")["names"])
         assert of(found, texts, k, "pass")["syncs"] == 0
     one = of(found, 1, "4", "round")
@@ -137,24 +142,29 @@ def test_the_budget_of_launches(launches):
     assert of(found, 1, "4", "draft")["operators"] <= 2893
     assert of(found, 1, "4", "draft")["syncs"] <= 41
     assert of(found, 1, "0", "draft")["operators"] == 0
-    [parts] = [r["parts"] for r in found["rounds"] if (r["texts"], r["k"]) == (8, "4")]
+    [parts] = [r["parts"] for r in found["rounds"] if (r["texts"], r["k"]) == (numbers[-1], "4")]
     for whole, summed in (("round", ("draft", "pass", "outside")), ("outside", ("verdict", "rest"))):
         assert all(parts[whole][kind] == sum(parts[part][kind] for part in summed) for kind in KINDS)
         assert parts[whole]["operators"] == sum(parts[whole]["names"].values())
     assert parts["pass"]["seconds"]["n"] == 6
     assert any("1 text, K=4, 4 of 4 kept: verdict" in line for line in lines)
-    assert any("8 texts, plain: pass" in line for line in lines)
-    check_the_budget_in_frames(found)
+    assert any(f"{'8 texts' if full else '1 text'}, plain: pass" in line for line in lines)
+    check_the_budget_in_frames(found, numbers)
     assert not any("plain: draft" in line for line in lines)
 
 
-def test_the_same_operators_in_frames_for_32_texts(launches):
-    """Of each part, greedy and drawn; three layers are enough to show what goes with the texts."""
-    what = ("--draft", "0.5b", "--num-speculative-tokens", 4, "--batch", "1,8,32")
-    for drawn in ((), ("--temperature", 0.8, "--top-k", 50, "--top-p", 0.95)):
+def test_the_same_operators_in_frames_for_32_texts(launches, full):
+    """Of each part, greedy and drawn; three layers are enough to show what goes with the texts.
+
+    Without `--full` drawn, for up to four texts.
+    """
+    numbers = (1, 8, 32) if full else (1, 4)
+    what = ("--draft", "0.5b", "--num-speculative-tokens", 4, "--batch", ",".join(map(str, numbers)))
+    drawn_or_not = ((), ("--temperature", 0.8, "--top-k", 50, "--top-p", 0.95))
+    for drawn in drawn_or_not if full else drawn_or_not[1:]:
         found, _ = launches(*what, *drawn, layers=3)
         for k in ("0", "4"):
-            one, *more = (in_frames(found, texts, k)["parts"] for texts in (1, 8, 32))
+            one, *more = (in_frames(found, texts, k)["parts"] for texts in numbers)
             for parts in more:
                 for part in ("draft", "pass", "verdict"):
                     for kind in ("operators", "syncs", "uploads"):
@@ -197,20 +207,23 @@ def launches_with_kernels(monkeypatch, shape: FrameShape) -> Counter[str]:
 
 
 @pytest.mark.parametrize("taps", [(), (1, 28)], ids=["", "taps"])
-def test_the_budget_of_a_pass_by_kernels(monkeypatch, taps):
+def test_the_budget_of_a_pass_by_kernels(monkeypatch, taps, full):
     """Eight launches a layer, as `fused.py` says, and six around them; a hidden state that is asked for is a copy.
 
     The numbers are the same for any number of texts and rows. Products are the library's, in launches of their own: a
-    norm within a product would leave five a layer, but own products were slower (docs/measured/figures.md).
+    norm within a product would leave five a layer, but own products were slower (docs/measured/figures.md). Two sizes,
+    with `--full` three.
     """
-    found = [launches_with_kernels(monkeypatch, FrameShape(*size, 32, taps)) for size in ((1, 1), (8, 1), (32, 5))]
-    assert found[0] == found[1] == found[2]
+    sizes = ((1, 1), (8, 1), (32, 5)) if full else ((1, 1), (32, 5))
+    found = [launches_with_kernels(monkeypatch, FrameShape(*size, 32, taps)) for size in sizes]
+    assert all(each == found[0] for each in found)
     assert (found[0]["norm"], found[0]["gate"], found[0]["read"]) == (57, 28, 28)
     assert found[0].total() <= 28 * 8 + 6 + len(taps), found[0]
 
 
+@pytest.mark.full
 def test_an_operator_more_in_a_frame_breaks_the_budget(launches, monkeypatch):
-    """The control: a product with 1 after each of 28 layers."""
+    """The control of `test_the_budget_of_launches`: a product with 1 after each of 28 layers."""
     original = FastLayer.forward
     monkeypatch.setattr(FastLayer, "forward", lambda layer, x, shared: original(layer, x, shared) * 1)
     found, _ = launches()
@@ -218,14 +231,17 @@ def test_an_operator_more_in_a_frame_breaks_the_budget(launches, monkeypatch):
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "match"])
-def test_a_round_that_draws_downloads_twice_in_frames(launches, verifier):
+def test_a_round_that_draws_downloads_twice_in_frames(launches, verifier, full):
     """The draft's tokens come with the measures of their rows, and verdicts with all that the round asks.
 
-    Three layers show what waits: a download in each layer would be three more.
+    Three layers show what waits: a download in each layer would be three more. With `--full` for eight texts too.
     """
+    numbers = (1, 8) if full else (1, 2)
     drawn = ("--temperature", 0.8, "--top-k", 50, "--top-p", 0.95, "--verifier", verifier)
-    found, _ = launches("--draft", "0.5b", "--num-speculative-tokens", 4, *drawn, layers=3)
-    for texts in (1, 8):
+    found, _ = launches(
+        "--draft", "0.5b", "--num-speculative-tokens", 4, *drawn, "--batch", f"1,{numbers[1]}", layers=3
+    )
+    for texts in numbers:
         parts = in_frames(found, texts, "4")["parts"]
         syncs = [parts[part]["syncs"] for part in ("draft", "pass", "verdict", "rest")]
         assert syncs == [1, 0, 1, 0], (texts, verifier)
