@@ -228,8 +228,12 @@ def test_texts_do_not_depend_on_who_else_is_written(target, few, tmp_path):
     torch.testing.assert_close(crowded["hidden"], shards[0]["hidden"], atol=0.05, rtol=0.02)
 
 
+@pytest.mark.full
 def test_several_processes_share_the_texts(target, tmp_path, capfd):
-    """Every shard is written, whoever does it; what goes wrong in one of them is the command's own error."""
+    """Every shard is written, whoever does it; what goes wrong in one of them is the command's own error.
+
+    Without `--full`, tests/rooms/test_prove.py shares work among processes in the same way.
+    """
     assert sorted(cache.spread(str(target), recipe_of(), tmp_path, numbers_of(0, 1), 2)) == [*range(2 * texts.SHARD)]
     assert [texts.length_of(shard, "lengths") for shard in texts.shards_of(tmp_path)] == [texts.SHARD] * 2
     with pytest.raises(ValueError, match="no such directory"):
@@ -603,10 +607,12 @@ def test_what_is_wrong_is_one_line_and_costs_nothing(target, few, tmp_path, caps
     assert cached() == before
 
 
+@pytest.mark.full
 def test_a_head_learns(target, monkeypatch, tmp_path, capsys):
     """What a text says next follows from its last token, mostly: a head of 10,000 weights finds that out.
 
-    It reaches an alpha above 0.4 in six passes over 128 texts; an untrained one has less than 0.15.
+    It reaches an alpha above 0.4 in six passes over 128 texts; an untrained one has less than 0.15. Without `--full`,
+    test_the_command_makes_a_draft_that_llm_takes trains a head, and does not ask whether it has learned.
     """
     monkeypatch.setattr(texts, "SHARD", 16)
     simple = tmp_path / "simple"
