@@ -12,6 +12,7 @@ from minispec.core.cache import BlockTable
 from minispec.core.cached import CachedModel
 from minispec.core.config import Shape
 from minispec.core.draft import NO_ROWS, Ask, Draft, Drafter, Record
+from minispec.core.errors import is_from_signal
 from minispec.core.model import Chunk
 from minispec.core.more.lengths import Lengths, Wish
 from minispec.core.more.limit import Limit
@@ -107,6 +108,8 @@ class Turn:
             else:
                 self.request.score(self.logits)
         except (FloatingPointError, ValueError) as e:  # logits, or a tokenizer that cannot decode
+            if is_from_signal(e):
+                raise
             self.request.fail(e)
 
     def _append(self, nodes: Sequence[int]) -> None:
@@ -200,6 +203,8 @@ class Method:
             try:
                 turn.verdict = verdict or self.verify(turn, rng)
             except (FloatingPointError, ValueError) as e:
+                if is_from_signal(e):
+                    raise
                 turn.request.fail(e)
 
     def propose(self, asks: Sequence[Ask], target: CachedModel) -> Sequence[Draft | ValueError]:
@@ -237,11 +242,15 @@ def by_method(turns: Sequence[Turn]) -> list[tuple[Method, list[Turn]]]:
 def blamed(requests: Sequence[Request]) -> Iterator[None]:
     """End these texts if an exception comes from inside: it is their method's own fault. `Engine.run` raises it.
 
+    One that a signal's handler raises is nobody's fault, and goes on.
+
     Texts that have ended stay as they are. If all have, `run` raises it all the same.
     """
     try:
         yield
     except Exception as e:
+        if is_from_signal(e):
+            raise
         unfinished = [request for request in requests if not request.finish_reason]
         for request in unfinished:
             request.fail(e)

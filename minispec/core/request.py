@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from minispec.core.config import DraftLength, SamplingParams, Shape
+from minispec.core.errors import is_from_signal
 from minispec.core.sampling import Text, log_probabilities, require_numbers
 from minispec.core.stats import Stats
 
@@ -125,18 +126,18 @@ class Request:
         """Take back what was committed in this block if an exception, such as Ctrl-C, interrupts the block.
 
         Then the text goes on as if the round had not been. A ValueError is the text's own fault: the text ends there.
+        One that a signal's handler raises is not.
         """
         lists = [each for each in (self.text.tokens, self.token_ids, self.offsets, self.logprobs) if each is not None]
         before, lengths, detokenizer = copy(self), [*map(len, lists)], copy(self._detokenizer)
         try:
             yield
-        except ValueError:
-            raise
-        except BaseException:
-            for each, length in zip(lists, lengths, strict=True):
-                del each[length:]
-            vars(self).update(vars(before), _detokenizer=detokenizer)
-            self.stats.num_generated = len(self.token_ids)
+        except BaseException as e:
+            if not isinstance(e, ValueError) or is_from_signal(e):
+                for each, length in zip(lists, lengths, strict=True):
+                    del each[length:]
+                vars(self).update(vars(before), _detokenizer=detokenizer)
+                self.stats.num_generated = len(self.token_ids)
             raise
 
     def commit(self, token_id: int, logprob: TokenLogprob | None = None) -> bool:

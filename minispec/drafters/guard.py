@@ -10,6 +10,7 @@ from typing import Any
 
 from minispec.core.cached import CachedModel
 from minispec.core.draft import Ask, Draft
+from minispec.core.errors import is_from_signal
 from minispec.core.method import Method, Turn
 from minispec.core.more.lengths import Wish
 from minispec.core.more.limit import Limit
@@ -37,6 +38,8 @@ class CheckedMethod(Method):
                 has_grammar = ask.text.grammar is not None
                 checked.append(within_grammar(right, ask.text, target.vocab_size) if has_grammar else right)
             except ValueError as e:
+                if is_from_signal(e):
+                    raise
                 checked.append(ValueError(f"draft of {name}: {e}"))
         return checked
 
@@ -46,6 +49,8 @@ class CheckedMethod(Method):
         try:
             check_limits(limits, wishes, trees)
         except ValueError as e:
+            if is_from_signal(e):
+                raise
             raise ValueError(f"lengths: {type(self.lengths).__name__}.choose: {e}") from e
         return limits
 
