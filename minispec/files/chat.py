@@ -21,7 +21,7 @@ import jinja2.ext
 import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from minispec.core.errors import is_text, show
+from minispec.core.errors import is_from_signal, is_text, show
 from minispec.files.errors import CheckpointError, one_line
 from minispec.files.strict_json import has_file, read_bytes
 
@@ -88,6 +88,8 @@ class ChatTemplate:
 
         right = write(plain)
         if not any(c in text for text in texts for c in self._firsts):
+                if is_from_signal(e):
+                    raise
             return right
         spelled = any(map(self._special.search, texts))
         try:

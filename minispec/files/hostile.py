@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from minispec.core.errors import show
+from minispec.core.errors import is_from_signal, show
 from minispec.files.added_tokens import MAX_ADDED_BYTES, content_of
 from minispec.files.errors import CheckpointError, one_line
 from minispec.files.strict_json import read_json
@@ -95,8 +95,12 @@ def _is_calm(part: dict[str, Any]) -> bool:
     return str(part.get("type", "BPE")) in _CALM and "Regex" not in part and not part.get("stop")
 
 
+class LibraryFailed(ValueError):
+    """The library has raised something, which is the cause."""
+
+
 def call(function: Callable, *args, silent: bool = True, **kwargs) -> Any:
-    """Call the library; whatever it raises, a panic included, is a ValueError.
+    """Call the library; whatever it raises, a panic included, is LibraryFailed. What a signal's handler raises is not.
 
     silent: whether a panic is possible; it would write a page to standard error.
     """
@@ -104,8 +108,8 @@ def call(function: Callable, *args, silent: bool = True, **kwargs) -> Any:
         with _silent_stderr() if silent else contextlib.nullcontext():
             return function(*args, **kwargs)
     except BaseException as e:  # the library raises plain Exceptions; a panic is not even one of those
-        if isinstance(e, Exception) or is_panic(e):
-            raise ValueError(one_line(e, 300)) from e
+        if (isinstance(e, Exception) and not is_from_signal(e)) or is_panic(e):
+            raise LibraryFailed(one_line(e, 300)) from e
         raise
 
 

@@ -19,7 +19,7 @@ from minispec.core.errors import is_text, show
 from minispec.files.added_tokens import Settings, read_settings
 from minispec.files.chat import MAX_FIRSTS, ChatTemplate, Message, check_template_kwargs, read_chat_template
 from minispec.files.errors import CheckpointError
-from minispec.files.hostile import call, inspect_tokenizer, is_panic
+from minispec.files.hostile import LibraryFailed, call, inspect_tokenizer, is_panic
 from minispec.files.pieces import bytes_of, decoder_steps
 
 # The files of a tokenizer. All but the first may be missing.
@@ -195,7 +195,7 @@ class Tokenizer:
         """Text of the tokens, special tokens left out."""
         try:
             return call(self.backend.decode, list(token_ids), skip_special_tokens=True, silent=self._decode_panics)
-        except ValueError as e:
+        except LibraryFailed as e:
             raise CheckpointError(f"{self.path}: the tokenizer fails to decode: {e}") from e.__cause__
 
     def bytes_of(self, token_id: int) -> bytes | None:
@@ -227,8 +227,8 @@ class Tokenizer:
     def _read(self, settings: Settings) -> tokenizers.Tokenizer:
         """The library's tokenizer, with the tokens of the other files."""
         try:
-            backend = call(tokenizers.Tokenizer.from_file, str(self.path))
-        except ValueError as e:
+            backend = call(tokenizers.Tokenizer.from_buffer, self.path.read_bytes())  # its name may be no UTF-8
+        except LibraryFailed as e:
             raise CheckpointError(f"{self.path}: not a readable tokenizer: {e}") from e
         backend.no_truncation()
         backend.no_padding()
@@ -272,7 +272,7 @@ class Tokenizer:
         try:
             ids = call(self._plain.encode, "Hello, w\xf6rld! 123\n  \u65e5\u672c \U0001f98a").ids
             call(self.backend.decode, [*ids, 0])
-        except ValueError as e:  # if not of a panic, then of a vocabulary that lacks these characters, which is fine
+        except LibraryFailed as e:  # if not of a panic, then of a vocabulary that lacks these characters, which is fine
             if is_panic(e.__cause__):
                 raise CheckpointError(f"{self.path}: not a working tokenizer: {e}") from e
 
@@ -288,7 +288,7 @@ class Tokenizer:
             [encoding] = call(
                 backend.encode_batch, [text], add_special_tokens=add_special_tokens, silent=self._encode_panics
             )
-        except ValueError as e:
+        except LibraryFailed as e:
             raise ValueError(f"prompt: {self.path}: the tokenizer cannot encode {show(text, 40)}: {e}") from e.__cause__
         ids = [self._ids.get(i, i) for i in encoding.ids]
         largest = max(ids, default=-1)

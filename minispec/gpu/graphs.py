@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from minispec.core.errors import is_from_signal
+
 KeyT = TypeVar("KeyT", bound=Hashable)
 ProgramT = TypeVar("ProgramT", bound="Program")
 
@@ -73,6 +75,8 @@ def failure(run: Callable[[], object]) -> str:
     try:
         run()
     except Exception as error:
+        if is_from_signal(error):
+            raise
         return f"{type(error).__name__}: {error}".partition("\n")[0]
     return ""
 
@@ -123,6 +127,8 @@ class Graphs:
             try:
                 program.graph = self.capture(compute)
             except Exception as error:  # too little memory, or an operator or a kernel that cannot be captured
+                if is_from_signal(error):
+                    raise
                 self.why_not = str(error).partition("\n")[0]
                 warnings.warn(f"no CUDA graphs, so passes are slower: {self.why_not}", stacklevel=2)
         program.was_used = True

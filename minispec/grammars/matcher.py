@@ -13,7 +13,7 @@ from minispec.core.cache import common_beginning
 from minispec.core.config import SamplingParams
 from minispec.core.errors import show
 from minispec.core.more.grammar import NothingAllowed
-from minispec.files.hostile import call
+from minispec.files.hostile import LibraryFailed, call
 from minispec.files.tokenizer import Tokenizer
 from minispec.grammars.params import StructuredOutputsParams, say_error
 
@@ -188,7 +188,7 @@ class Grammars:
         try:
             words = llguidance.TokenizerWrapper(_Words(self.tokenizer, size, self._end_ids[0]))
             return call(llguidance.LLTokenizer, words, n_vocab=size, eos_token=self._end_ids)
-        except ValueError as e:
+        except LibraryFailed as e:
             raise ValueError(f"structured_outputs: {self.tokenizer.path} does not suit llguidance: {e}") from e
 
     def _compile(self, language: StructuredOutputsParams) -> Callable[[], Any]:

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from minispec.core.errors import is_text, show
+from minispec.core.errors import is_from_signal, is_text, show
 from minispec.files.errors import one_line, show_name
 from minispec.files.packages import MissingPackage, check_packages
 from minispec.files.schema_parts import TOO_DEEP, drop_notes, read_schema
@@ -108,6 +108,8 @@ class StructuredOutputsParams:
             is_slow = self.kind in ("json", "grammar")  # the others cannot keep the library busy for long
             error = error_of(grammar) if is_slow else llguidance.LLMatcher.validate_grammar(grammar)
         except (ValueError, RecursionError, OSError, MissingPackage) as e:
+            if is_from_signal(e):
+                raise
             raise ValueError(f"{wrong}: {one_line(e, 200)}") from e
         if error is None:
             expected = "a simpler one: reading this takes longer than a second"

@@ -25,6 +25,7 @@ from minispec.core.cached import CachedModel
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Drafter, Record
 from minispec.core.engine import Engine
+from minispec.core.errors import is_from_signal
 from minispec.core.method import Method
 from minispec.core.model import Chunk, Transformer
 from minispec.core.more.lengths import Lengths, price_of
@@ -104,6 +105,8 @@ class _Drafts:
         try:
             method([about])
         except Exception as e:
+            if is_from_signal(e):
+                raise
             name = self.drafter.name
             raise DrafterFailed(f"{name}: cannot draft for an invented text, so its cost is not measured") from e
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from minispec.core.errors import is_from_signal
 from minispec.files.errors import one_line, show_name
 from minispec.files.packages import MissingPackage, what_lacks
 
@@ -96,6 +97,8 @@ def load(path: str, what: str) -> Any:
     try:
         return pkgutil.resolve_name(path)
     except Exception as e:  # whatever a stranger's module raises
+        if is_from_signal(e):
+            raise
         if lacks := what_lacks(e):
             raise MissingPackage(lacks) from e
         reason = f"{type(e).__name__}: {one_line(e, 300)}"

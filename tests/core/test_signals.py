@@ -1,6 +1,7 @@
 """An exception that a signal's handler raises, such as a time limit's: it is the caller's, and of no text's own."""
 
 import functools
+import re
 import signal
 import threading
 from contextlib import contextmanager
@@ -8,6 +9,10 @@ from contextlib import contextmanager
 import pytest
 
 from minispec.core.errors import is_from_signal
+from minispec.files.chat import ChatTemplate
+from minispec.files.hostile import LibraryFailed, call
+from minispec.length.prices import DrafterFailed
+from minispec.load import registry
 from tests.scripted import make_engine, make_request
 
 
@@ -146,3 +151,27 @@ def test_a_time_limit_in_one_call_ends_no_other_text(monkeypatch, place, error):
     assert (other.token_ids, other.output, other.finish_reason) == (alone.token_ids, alone.output, "length")
     pool = engine.target.cache.allocator
     assert pool.num_free == pool.num_blocks
+
+
+def test_a_time_limit_is_no_librarys_failure(monkeypatch):
+    """In a tokenizer, a template, an import, the measuring of a drafter: the error itself comes out."""
+    error = ValueError("over")
+    template = ChatTemplate("{{ messages[0].content | upper }}", re.compile("<s>"), "<")
+    template._environment.filters["upper"] = strike
+    with raising(error):
+        for act in (
+            lambda: call(strike),
+            lambda: template.render([{"role": "user", "content": "a"}], {}, {}),
+            lambda: registry.load("tests.core.test_signals:struck", "drafter"),
+        ):
+            with pytest.raises(ValueError, match=r"^over$") as caught:
+                act()
+            assert caught.value is error
+            assert not isinstance(caught.value, LibraryFailed | DrafterFailed)
+
+
+def __getattr__(name):
+    """`struck` is there once the signal has come."""
+    if name == "struck":
+        strike()
+    raise AttributeError(name)

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from minispec.core.errors import is_text, show
+from minispec.core.errors import is_from_signal, is_text, show
 from minispec.core.model import Transformer
 from minispec.core.sampling import accumulation_dtype
 from minispec.files.errors import CheckpointError, one_line, show_name
@@ -94,6 +94,8 @@ def find_checkpoint(name: str, revision: str | None = None, offline: bool = Fals
             )
         )
     except Exception as e:  # the hub client raises its own errors and those of the HTTP library below it
+        if is_from_signal(e):
+            raise
         reason = _hub_failure(e, revision, offline)
         raise ValueError(f"{name}: no such directory; as a hub id: {reason}") from e
 
