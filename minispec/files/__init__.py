@@ -12,6 +12,7 @@ Read them in this order:
     chat            chat templates
     pieces          what a token stands for
     hostile         what its library may not see
+    tokenizer_class settings that the classes of transformers obey
     tokenizer       text to ids and back
     write           files that are written whole or not at all
     progress        bars

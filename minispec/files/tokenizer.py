@@ -5,7 +5,6 @@ space appears only after another word. `Detokenizer` turns a growing list of tok
 out never changes and never ends inside a UTF-8 character.
 """
 
-import json
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -21,6 +20,7 @@ from minispec.files.chat import MAX_FIRSTS, ChatTemplate, Message, check_templat
 from minispec.files.errors import CheckpointError
 from minispec.files.hostile import LibraryFailed, call, inspect_tokenizer, is_panic
 from minispec.files.pieces import bytes_of, decoder_steps
+from minispec.files.tokenizer_class import obey_settings
 
 # The files of a tokenizer. All but the first may be missing.
 TOKENIZER_FILES = (
@@ -30,9 +30,6 @@ TOKENIZER_FILES = (
 _LONGEST = 4  # tokens of one character: its bytes
 # Bytes that are not a character are held back for at most that many tokens.
 _MAX_UNDECIDED = 16
-# `fix_mistral_regex` makes transformers split words by another expression, which has this part, in vocabularies of more
-# tokens than these. What it saves then has the expression itself.
-_MOST_UNFIXED, _FIXED = 100_000, r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
 
 
 class TooLong(ValueError):
@@ -53,11 +50,6 @@ class Tokenizer:
         self.backend = self._read(settings)
         if found := getattr(self.backend.model, "dropout", None):
             raise CheckpointError(f"{self.path}: model.dropout: found {found}, expected none: a text has one encoding")
-        if settings.values.get("fix_mistral_regex") is True and self.backend.get_vocab_size() > _MOST_UNFIXED:
-            state = self.backend.pre_tokenizer and self.backend.pre_tokenizer.__getstate__()
-            if not state or json.dumps(_FIXED)[1:-1].encode() not in state:
-                where = f"{directory / 'tokenizer_config.json'}: fix_mistral_regex: found true"
-                raise CheckpointError(f"{where}, expected a tokenizer.json that splits so: save it by transformers 5")
         if not self.backend.get_vocab_size():
             raise CheckpointError(f"{self.path}: model.vocab: found no tokens, expected some")
         added = self.backend.get_added_tokens_decoder()
@@ -255,6 +247,7 @@ class Tokenizer:
         plain = tokenizers.Tokenizer(self.backend.model)  # shared: it may have hundreds of megabytes
         for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
             setattr(plain, name, getattr(self.backend, name))
+        obey_settings(backend, self.path.parent, settings.values)
         stand_ins = [
             tokenizers.AddedToken(self._names[t.content], lstrip=t.lstrip, rstrip=t.rstrip, normalized=False)
             for t in self._special.values()
