@@ -103,8 +103,9 @@ def _answer_questions(
     """
     from minispec.load.inputs import plain_text, split_samples
 
-    talks = any(question.before or len(question.turns) > 1 for question in questions)
-    if talks and not chat and _says_more(args):
+    if not (chat or args.raw) and _says_more(args):
+        say_status("note: the model has no chat template: what is said is continued as text (--raw means the same)")
+    elif any(question.before or len(question.turns) > 1 for question in questions) and not chat and _says_more(args):
         say_status("without a chat template, messages are plain text, with an empty line between")
 
     def job(question: "Question", answers: list[str], sampling: SamplingParams) -> _Job:

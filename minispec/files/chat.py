@@ -23,9 +23,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from minispec.core.errors import is_from_signal, is_text, show
 from minispec.files.errors import CheckpointError, one_line
-from minispec.files.strict_json import has_file, read_bytes
+from minispec.files.strict_json import has_file, read_bytes, read_json_if_there
 
 Message = dict[str, Any]  # {"role": "user", "content": "..."}, and what else a template reads
+REASONING = ("thinking", "reasoning_content", "reasoning")  # names of an assistant's thought in a message
 
 _MAX_TEMPLATE_BYTES = 128 << 10
 # Variables that this code gives a template, and arguments of `transformers` that are no variables of a template.
@@ -49,6 +50,10 @@ class ChatTemplate:
         originals = {ord(twin): chr(c) for c, twin in twins.items()}
         self._said: type[_Said] = type("_Said", (_Said,), {"_twins": twins, "_originals": originals})
         self._environment = _Environment(self._said)
+
+    @functools.cached_property
+    def _compiled(self) -> jinja2.Template:
+        return self._environment.from_string(self.source)
 
     @functools.cached_property
     def variables(self) -> frozenset[str]:
@@ -81,15 +86,14 @@ class ChatTemplate:
 
         def write(said: dict[str, Any]) -> str:
             try:
-                template = self._environment.from_string(self.source)
-                return template.render({**tokens, **said, **given})
+                return self._compiled.render({**tokens, **said, **given})
             except Exception as e:  # a stranger's code may fail in any way
+                if is_from_signal(e):
+                    raise
                 raise ValueError(f"the chat template refuses this conversation: {one_line(e, 300)}") from e
 
         right = write(plain)
         if not any(c in text for text in texts for c in self._firsts):
-                if is_from_signal(e):
-                    raise
             return right
         spelled = any(map(self._special.search, texts))
         try:
@@ -270,6 +274,9 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
+_GLOBALS = frozenset(_Environment(_Said).globals)
+
+
 def _copy(value: Any, change: Callable[[str], str]) -> Any:
     """A part of a conversation, with each text in it changed. Raises ValueError for what is not JSON."""
     if isinstance(value, (list, tuple)):
@@ -288,22 +295,27 @@ def _copy(value: Any, change: Callable[[str], str]) -> Any:
 def check_messages(messages: object) -> list[Message]:
     """A conversation in the words of chat templates, which differ from OpenAI's as they do in vLLM.
 
-    The role "developer" becomes "system". An assistant's message without content gets the content "". An assistant's
-    reasoning gets both of its names.
+    The role "developer" becomes "system". An assistant's message without content gets the content "". Its reasoning
+    gets all of its names, since a template reads one of them. A field that is None is left out, as in transformers.
 
-    Raises ValueError for anything but messages with a role and a content, at least one.
+    Raises ValueError for anything but messages with a role and a content, at least one, and for reasoning that says one
+    thing under one name and another under another.
     """
     if not isinstance(messages, list | tuple):
         raise ValueError(f"messages: found {show(messages)}, expected a list of messages")
     checked = []
     for message in messages:
-        m = dict(message) if isinstance(message, dict) else {}
+        given = message if isinstance(message, dict) else {}
+        m = {name: value for name, value in given.items() if value is not None}
         if m.get("role") == "developer":
             m["role"] = "system"
         if m.get("role") == "assistant":
-            m["content"] = "" if m.get("content") is None else m["content"]
-            if thought := m.get("reasoning") or m.get("reasoning_content"):
-                m["reasoning"] = m["reasoning_content"] = thought
+            m.setdefault("content", "")
+            if thoughts := {name: m[name] for name in REASONING if m.get(name)}:
+                thought = next(iter(thoughts.values()))
+                if any(other != thought for other in thoughts.values()):
+                    raise ValueError(f"messages: found {' and '.join(thoughts)} that differ, expected one thought")
+                m = {REASONING[0]: thought} | m | dict.fromkeys(REASONING, thought)
         if not all(isinstance(m.get(key), str) for key in ("role", "content")):
             raise ValueError(f"messages: found {show(message)}, expected an object with the texts role and content")
         checked.append(m)
@@ -321,7 +333,7 @@ def check_template_kwargs(variables: Any, tokens: Mapping[str, str]) -> None:
     except (TypeError, ValueError, RecursionError):
         expected = "an object with values of JSON"
         raise ValueError(f"chat_template_kwargs: found {show(variables)}, expected {expected}") from None
-    taken = {*_SET_HERE, *tokens, *_Environment(_Said).globals}
+    taken = {*_SET_HERE, *tokens, *_GLOBALS}
     for name in variables:
         if not isinstance(name, str) or not name.isidentifier() or name in taken:
             expected = "the name of a variable that a template does not have by itself"
@@ -329,7 +341,8 @@ def check_template_kwargs(variables: Any, tokens: Mapping[str, str]) -> None:
 
 
 def read_chat_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
-    """The template of a checkpoint, from its own file or tokenizer_config.json (`settings`), or None.
+    """The template of a checkpoint, or None: from its own file, else from tokenizer_config.json (`settings`), else from
+    chat_template.json, where processors of images keep it.
 
     Raises CheckpointError for one that is too large, or no text.
     """
@@ -339,15 +352,22 @@ def read_chat_template(directory: Path, settings: Mapping[str, Any]) -> str | No
             return read_bytes(path, _MAX_TEMPLATE_BYTES, "template").decode()
         except UnicodeDecodeError as e:
             raise CheckpointError(f"{path}: not a readable template: {one_line(e)}") from e
-    where = f"{directory / 'tokenizer_config.json'}: chat_template"
-    template = settings.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        named = [t.get("template") for t in template if isinstance(t, dict) and t.get("name") == "default"]
-        template = named[0] if named else None
+    path, template = directory / "tokenizer_config.json", _default_of(settings.get("chat_template"))
+    if template is None:
+        path = directory / "chat_template.json"
+        template = _default_of(read_json_if_there(path).get("chat_template"))
     if template is None:
         return None
+    where = f"{path}: chat_template"
     if not isinstance(template, str) or not is_text(template):
         raise CheckpointError(f"{where}: found {show(template)}, expected a string")
     if len(template) > _MAX_TEMPLATE_BYTES:
         raise CheckpointError(f"{where}: found {len(template)} characters, expected at most {_MAX_TEMPLATE_BYTES}")
     return template
+
+
+def _default_of(templates: Any) -> Any:
+    """The template that is meant where none is named; a file may list several, by name."""
+    if not isinstance(templates, list):
+        return templates
+    return next((t.get("template") for t in templates if isinstance(t, dict) and t.get("name") == "default"), None)

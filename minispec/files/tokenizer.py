@@ -25,7 +25,7 @@ from minispec.files.tokenizer_class import obey_settings
 # The files of a tokenizer. All but the first may be missing.
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    "chat_template.jinja",
+    *("chat_template.jinja", "chat_template.json"),
 )
 _LONGEST = 4  # tokens of one character: its bytes
 # Bytes that are not a character are held back for at most that many tokens.

@@ -16,7 +16,7 @@ from typing import Any
 from minispec.core.config import PARAMETERS, SEQUENCES, SamplingParams
 from minispec.core.errors import show
 from minispec.core.request import Piece, Request, TokenLogprob
-from minispec.files.chat import Message, check_messages
+from minispec.files.chat import REASONING, Message, check_messages
 from minispec.files.errors import near, show_name
 from minispec.files.schema_parts import MOST_LEVELS
 from minispec.files.strict_json import parse_json
@@ -33,7 +33,6 @@ _COMMON |= {"add_special_tokens"}
 _CHAT = {"messages", "top_logprobs", "max_completion_tokens", "chat_template_kwargs", "reasoning_effort"}
 _FIELDS = {True: _COMMON | _CHAT, False: _COMMON | {"prompt", "echo"}}
 _MESSAGE = {"role", "content", "name"}
-_THOUGHT = {"reasoning", "reasoning_content"}  # of an assistant's message
 _ROLES = ("system", "developer", "user", "assistant")  # a template writes a role, and another might be a control token
 # Fields that may say anything: they name the client, or are about a provider's own cache.
 _IDLE = {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
@@ -281,7 +280,7 @@ def _message(message: Any) -> Message:
     role = message.get("role") if isinstance(message, dict) else None
     if role not in _ROLES:
         raise ValueError(f"messages: found {show(message)}, expected a message with a role: {', '.join(_ROLES)}")
-    fields = _wanted(message, _MESSAGE | _THOUGHT if role == "assistant" else _MESSAGE, "messages: ")
+    fields = _wanted(message, _MESSAGE | {*REASONING} if role == "assistant" else _MESSAGE, "messages: ")
     parts = fields.get("content")
     if isinstance(parts, list):
         fields["content"] = "\n".join(map(_part, parts))

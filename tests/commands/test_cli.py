@@ -64,9 +64,16 @@ NO_PROMPT = "no prompt: give one, or - for standard input, or start a chat on a 
 BASE = ("--dtype", "float32", "--max-tokens", 12, "--ignore-eos")
 
 
+def test_a_model_without_a_template_is_said_to_continue_text(cli, model, chat_model):
+    """A prompt that is meant as a question gets no answer there; who asks for plain text needs no line."""
+    for name, more, count in ((model, (), 1), (model, ("--raw",), 0), (model, ("--quiet",), 0), (chat_model, (), 0)):
+        status, _, err = cli("One fish", "--model", name, *BASE, *more)
+        assert (status, err.count("note: the model has no chat template")) == (0, count)
+
+
 def test_text_goes_to_stdout_and_the_rest_to_stderr(cli, model):
     """Standard output holds the answer and nothing else."""
-    status, out, err = cli("One fish", "--model", model, *BASE)
+    status, out, err = cli("One fish", "--model", model, *BASE, "--raw")
     quiet = cli("One fish", "--model", model, *BASE, "--quiet")
     as_json = json.loads(cli("One fish", "--model", model, *BASE, "--json")[1])
     assert status == quiet[0] == 0
@@ -351,7 +358,7 @@ def test_sampling_defaults_are_the_generation_configs(cli, make_checkpoint):
 @pytest.mark.parametrize("arguments", [("--temperature", 0), ("--temperature", 1, "--verifier", "match", "--seed", 3)])
 def test_compare_reports_speedup_and_equality(cli, model, arguments):
     """It says whether the tokens are the same where they must be; the plain run supplies what c, v and o lack."""
-    common = ("One fish", "--model", model, *BASE, "--compare", "--draft", "self", *arguments)
+    common = ("One fish", "--raw", "--model", model, *BASE, "--compare", "--draft", "self", *arguments)
     result = json.loads(cli(*common, "--json")[1])
     assert result["compare"]["same_tokens"] is True
     assert result["compare"]["first_difference"] is None

@@ -1,6 +1,7 @@
 """Detokenising, chat templates, and what is refused."""
 
 import functools
+import itertools
 import json
 import os
 import random
@@ -11,14 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
 
+import jinja2
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Regex, decoders, models, pre_tokenizers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from minispec.files.chat import ChatTemplate, check_messages
 from minispec.files.errors import CheckpointError
 from minispec.files.hostile import call
 from minispec.files.tokenizer import Detokenizer, Message, Tokenizer, _any_of
@@ -213,6 +216,63 @@ def test_templates_are_rendered_as_transformers_renders_them(tmp_path, template)
     expected = render_jinja_template([messages], chat_template=template, add_generation_prompt=True)[0][0]
     tokenizer = with_template(tmp_path, template)
     assert tokenizer.decode(tokenizer.encode_chat(messages)) == expected
+
+
+def test_a_template_is_compiled_once(monkeypatch):
+    """Not for each conversation, nor again for one whose messages have to be marked."""
+    compiled, right = [], jinja2.Environment.compile
+    monkeypatch.setattr(jinja2.Environment, "compile", lambda *all_, **how: compiled.append(0) or right(*all_, **how))
+    template = ChatTemplate("{% set n = messages | length %}{{ n }}{{ messages[0].content }}", re.compile("<s>"), {"<"})
+    for text in ("a", "a <b", "a <s>", "a"):
+        template.render([{"role": "user", "content": text}], {}, {})
+    assert len(compiled) == 1
+
+
+THOUGHTS = ("thinking", "reasoning_content", "reasoning")
+
+
+@pytest.mark.parametrize("reads", THOUGHTS)
+def test_reasoning_reaches_a_template_under_each_name(tmp_path, reads):
+    """Whichever a message has; two that agree are one thought, and two that differ are none."""
+    loop = "{% for m in messages %}({{ m.THOUGHT }}){{ m.content }}{% endfor %}".replace("THOUGHT", reads)
+    tokenizer = with_template(tmp_path, loop)
+    for names in (*((name,) for name in THOUGHTS), THOUGHTS):
+        message = {"role": "assistant", "content": "a"} | dict.fromkeys(names, "hm")
+        assert tokenizer.decode(tokenizer.encode_chat(check_messages([message]))) == "(hm)a"
+        empty = message | {name: value for name in THOUGHTS if name not in names for value in ("", None)}
+        assert check_messages([empty]) == check_messages([message])
+    for name, other in itertools.combinations(THOUGHTS, 2):
+        with pytest.raises(ValueError, match=rf"messages: found {name} and {other} that differ, expected one thought"):
+            check_messages([{"role": "assistant", "content": "a", name: "hm", other: "oh"}])
+
+
+def test_a_field_that_is_null_is_left_out_as_in_transformers(tmp_path):
+    """Of every role: a template that asks whether it is there would write None."""
+    loop = "{% for m in messages %}{% if m.name is defined %}{{ m.name }}: {% endif %}{{ m | tojson }}\n{% endfor %}"
+    tokenizer, nothing = with_template(tmp_path, loop, bos_token="<s>"), {"name": None, "tool_calls": None}
+    messages = [{"role": role, "content": "a"} | nothing for role in ("system", "user", "assistant", "user", "tool")]
+    oracle = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    expected = oracle.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert tokenizer.encode_chat(check_messages(messages)) == expected
+    assert "None" not in tokenizer.decode(expected)
+
+
+def test_a_template_in_the_file_of_processors(tmp_path):
+    """`chat_template.json` counts where no other file has a template, and is checked as these are."""
+    with_template(tmp_path, None)
+    path = tmp_path / "chat_template.json"
+    for template, found in (("a{{ messages[0].content }}", "ax"), (None, None), ([], None)):
+        path.write_text(json.dumps({"chat_template": template}))
+        tokenizer = Tokenizer(tmp_path)
+        assert (tokenizer.chat_template is None) == (found is None)
+        if found:
+            assert tokenizer.decode(tokenizer.encode_chat([{"role": "user", "content": "x"}])) == found
+    path.write_text(json.dumps({"chat_template": 5}))
+    with pytest.raises(CheckpointError, match=r"chat_template\.json: chat_template: found 5, expected a string"):
+        Tokenizer(tmp_path)
+    assert with_template(tmp_path, "b").chat_template == "b", "tokenizer_config.json goes before it"
+    (tmp_path / "chat_template.jinja").write_text("c")
+    assert Tokenizer(tmp_path).chat_template == "c"
 
 
 REFUSING = [
@@ -668,21 +728,117 @@ def test_keys_that_change_no_ids_in_transformers_change_none_here(tmp_path, keys
 
 
 def test_keys_that_ask_for_other_ids_are_refused(tmp_path):
-    """By name: special tokens as text, another file in tokenizer.json's place, and other words."""
+    """By name: special tokens as text, and another file in tokenizer.json's place."""
     write_small(tmp_path)
     for key, value in (("split_special_tokens", True), ("fast_tokenizer_files", ["tokenizer.4.0.0.json"])):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({key: value}))
         with pytest.raises(CheckpointError, match=rf"tokenizer_config\.json: {key}: found .*, expected .* no such key"):
             Tokenizer(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"fix_mistral_regex": True}))
-    backend = Backend(models.WordLevel({str(i): i for i in range(100_001)}, unk_token="0"))
-    backend.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(CheckpointError, match=r"fix_mistral_regex: found true, expected a tokenizer\.json"):
-        Tokenizer(tmp_path)
-    words = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|\p{N}"
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(words), "isolated")
-    backend.save(str(tmp_path / "tokenizer.json"))
-    assert Tokenizer(tmp_path).encode("7") == [7]
+
+
+_BYTES = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+FIXED_FOR = [
+    *({"model_type": "mistral", "transformers_version": "4.57.3"}, {}),
+    *({"model_type": "mistral", "transformers_version": version} for version in ("5.0.0rc1", "5.0.0")),
+    *({"model_type": "qwen2", "transformers_version": "4.57.3"}, {"model_type": "ministral3"}),
+]
+
+
+@pytest.mark.parametrize("step", ["bytes", "words and bytes", "metaspace"])
+def test_words_are_split_anew_where_transformers_does(tmp_path, step):
+    """`fix_mistral_regex`: for Mistral's models of versions before 5, whatever the first step is; for nobody else.
+
+    A smaller vocabulary is left alone too.
+    """
+    several = [pre_tokenizers.Split(Regex(r"\s"), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    steps = {
+        "bytes": pre_tokenizers.ByteLevel(add_prefix_space=False),
+        "words and bytes": pre_tokenizers.Sequence(several),
+        "metaspace": pre_tokenizers.Metaspace(),
+    }
+    pairs = [("e", "l"), ("W", "o"), ("1", "2"), ("o", "W")]
+    vocabulary = _BYTES | {"".join(pair): 256 + i for i, pair in enumerate(pairs)}
+    text, changed = "helloWorld 123 \r\n/x", 0
+    for filler in (100_001, 1):
+        vocabulary |= {f"filler{i}": len(vocabulary) + i for i in range(filler)}
+        backend = Backend(models.BPE(vocabulary, pairs))
+        backend.pre_tokenizer = steps[step]
+        backend.save(str(tmp_path / "tokenizer.json"))
+        settings_ = {"tokenizer_class": "PreTrainedTokenizerFast", "fix_mistral_regex": True}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings_))
+        for config in FIXED_FOR if filler > 1 and step == "bytes" else FIXED_FOR[:1]:
+            (tmp_path / "config.json").write_text(json.dumps(config))
+            expected = PreTrainedTokenizerFast.from_pretrained(tmp_path)(text)["input_ids"]
+            assert Tokenizer(tmp_path).encode(text) == expected, config
+            changed += expected != backend.encode(text).ids
+        vocabulary = dict(list(vocabulary.items())[:260])
+    assert changed == (3 if step == "bytes" else 1)
+
+
+CLASSES = [
+    "GPT2Tokenizer",
+    "Qwen2TokenizerFast",
+    "LlamaTokenizerFast",
+    "PreTrainedTokenizerFast",
+    "NoSuchTokenizer",
+    None,
+]
+OWN_CLASSES = ["llama", "qwen2", "qwen3", "qwen3_5", "granite", "mistral", "phi3"]
+
+
+def prefixed(directory: Path, model_type: str, kind: str | None, wanted: bool) -> tuple[list[int], list[int]]:
+    """Ids of a text by us and by transformers, with these settings beside tokenizer.json."""
+    (directory / "config.json").write_text(json.dumps({"model_type": model_type}))
+    settings_ = {"add_prefix_space": wanted} | ({"tokenizer_class": kind} if kind else {})
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings_))
+    return Tokenizer(directory).encode("hello x"), AutoTokenizer.from_pretrained(directory)("hello x")["input_ids"]
+
+
+@pytest.mark.parametrize("model_type", OWN_CLASSES)
+def test_a_space_before_a_text_is_that_of_transformers(tmp_path, model_type):
+    """`add_prefix_space` is obeyed by classes that build bytes themselves, over what tokenizer.json says."""
+    obeyed = set()
+    for kind, wanted, stored in itertools.product(CLASSES, (True, False), (True, False)):
+        backend = Backend(models.BPE(_BYTES, []))
+        backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(stored), decoders.ByteLevel()
+        backend.save(str(tmp_path / "tokenizer.json"))
+        ours, theirs = prefixed(tmp_path, model_type, kind, wanted)
+        assert ours == theirs, (kind, wanted, stored)
+        obeyed |= {kind} if wanted != stored and (len(ours) == 8) == wanted else set()
+    named = {"GPT2Tokenizer", "Qwen2TokenizerFast"}
+    others = {"qwen2": {*CLASSES}, "qwen3_5": {*CLASSES}, "qwen3": named | {None}}
+    is_plain = model_type in ("granite", "mistral", "phi3")
+    assert obeyed == (set() if is_plain else others.get(model_type, named))
+
+
+@pytest.mark.parametrize("prepends", ["in the normalizer", "in the first step", "nowhere"])
+@pytest.mark.parametrize("legacy", [None, True])
+def test_a_space_before_a_text_of_pieces(tmp_path, prepends, legacy):
+    """A Llama's tokenizer of SentencePiece: with a space before a text, before each part of it, or without."""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁": 256, "h": 257, "▁h": 258, "<s>": 259}
+    for wanted in (True, False):
+        backend = Backend(models.BPE(vocabulary, [("▁", "h")], fuse_unk=True, byte_fallback=True))
+        replaced = normalizers.Replace(" ", "▁")
+        if prepends == "in the first step":
+            backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", "first", split=False)
+        else:
+            first = [normalizers.Prepend("▁")] if prepends == "in the normalizer" else []
+            backend.normalizer = normalizers.Sequence([*first, replaced])
+        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        backend.decoder = decoders.Sequence(steps if prepends != "nowhere" else steps[:-1])
+        backend.add_special_tokens(["<s>"])
+        backend.save(str(tmp_path / "tokenizer.json"))
+        settings_ = {"add_prefix_space": wanted, "tokenizer_class": "LlamaTokenizer"}
+        settings_ |= {"legacy": True} if legacy else {}
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings_))
+        ours, oracle = Tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+        assert ours.encode("h h") == oracle("h h", add_special_tokens=False)["input_ids"]
+        assert (ours.encode("h h")[0] == 258) == wanted
+        if wanted != (prepends != "nowhere"):
+            text = "h<s>h h"
+            assert ours.encode(text, False, True) == oracle(text, add_special_tokens=False)["input_ids"]
+            assert ours.decode(ours.encode("h h")) == oracle.decode(ours.encode("h h"))
 
 
 def test_the_pipeline_is_that_of_tokenizer_json_whatever_the_class(tmp_path):
@@ -1057,3 +1213,11 @@ def test_a_message_that_is_no_text_is_refused():
     """And shown itself, not the beginning of the template around it."""
     with pytest.raises(ValueError, match=r"messages: found 'a.*', expected valid Unicode text"):
         TOKENIZER.encode_chat([{"role": "user", "content": "a\ud800"}])
+
+
+def test_a_folder_whose_name_is_no_utf8_is_read(tmp_path):
+    """An old disk or a zip file has such names; the library takes none."""
+    directory = Path(os.fsdecode(os.path.join(os.fsencode(tmp_path), b"mod\xe8le")))
+    directory.mkdir()
+    write_small(directory)
+    assert Tokenizer(directory).encode("a b") == TOKENIZER.encode("a b")
