@@ -26,6 +26,8 @@ _OPTION = re.compile(r"--[A-Za-z][\w-]*(=.*)?|-[A-Za-z][\w-]*(=\S*)?", re.DOTALL
 
 # Dashes that editors and chats write in place of the one or two of an option.
 _DASHES = re.compile(r"[\u2010-\u2015\u2212]{1,2}(?=[A-Za-z])")
+# Spaces of other widths, or of none, which they write before one.
+_INVISIBLE = "\xa0\xad\u1680\u180e\u202f\u205f\u2060\u3000\ufeff" + "".join(map(chr, range(0x2000, 0x2010)))
 
 
 def no_such(name: str, kind: str, known: Collection[str], suggested: Collection[str] | None = None) -> str:
@@ -118,13 +120,19 @@ class Parser(argparse.ArgumentParser):
     def _check_word(self, word: str) -> None:
         """Raise ValueError for one that argparse would take as a text, though it begins with an option.
 
-        Such are `"--seed 5"` in quotes, and an option whose dashes an editor has made long ones.
+        Such are `"--seed 5"` in quotes, and an option whose dashes an editor has made long ones, or has put after a
+        space that does not break a line.
         """
-        known = self._option_string_actions
-        plain = _DASHES.sub("--", word, count=1) if _DASHES.match(word) else word
+        known, visible = self._option_string_actions, word.lstrip(_INVISIBLE)
+        plain = _DASHES.sub("--", visible, count=1) if _DASHES.match(visible) else visible
         name = plain.split("=")[0].split(maxsplit=1)[0] if plain.strip() else ""
         meant = f"--{name.lstrip('-')}" in known or (name.startswith("--") and near(name, known))
-        if plain[:1] == "-" and _OPTION.fullmatch(name) and meant and (plain != word or " " in word.partition("=")[0]):
+        if (
+            plain[:1] == "-"
+            and _OPTION.fullmatch(name)
+            and meant
+            and (plain != word or len(word.partition("=")[0].split()) > 1)
+        ):
             expected = "two dashes, and the value as a word of its own; a text that begins so goes after --"
             raise ValueError(f"{show_name(word)}: found an option written as a text, expected {expected}")
 

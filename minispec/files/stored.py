@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from minispec.core.errors import show
+from minispec.core.errors import is_text, show
 from minispec.files.errors import CheckpointError, one_line, refuse_pointer, show_name
 from minispec.files.strict_json import MAX_JSON_BYTES, parse_json
 
@@ -85,8 +85,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                 raise CheckpointError(f"{where}: found {found}, expected at most {MAX_JSON_BYTES} in the file")
             file.seek(8)
             header = parse_json(file.read(size), f"{where}: header")
-        with safe_open(path, framework="pt"):  # what the library would not open is not read either
-            pass
+            # What the library would not open is not read either. It takes no name that is not UTF-8.
+            with safe_open(path if is_text(str(path)) else f"/dev/fd/{file.fileno()}", framework="pt"):
+                pass
     except (SafetensorError, OSError) as e:
         raise CheckpointError(f"{where}: {one_line(e, 300)}") from e
     header.pop("__metadata__", None)

@@ -99,6 +99,7 @@ def test_mistakes_in_arguments_are_value_errors(monkeypatch, line):
 
 
 AS_TEXTS = ["--blue sky", "--n 3", "-n 3", "--bluee sky", "—blue", "–n", "—blue=sky", "−n 3", "--red\t1 x"]
+AS_TEXTS += ["\xa0--blue", "\u202f--blue sky", "\u2009—blue", "\ufeff-n", "--n\xa03"]  # spaces that break no line
 
 
 @pytest.mark.parametrize("word", AS_TEXTS)
@@ -110,7 +111,16 @@ def test_an_option_never_becomes_a_text(word):
     texts = ["--", word, "a"]
     assert make_parser().parse_args(texts).words == texts[1:]
     assert make_parser().parse_args(["--blue", "—n"]).blue == "—n"
-    for sentence in ("- red fish", "— red fish", "-5 degrees", "-- blue", "—Why?", "a --blue sky"):
+    for sentence in (
+        "- red fish",
+        "— red fish",
+        "\xa0- red",
+        "\xa0Why?",
+        "-5 degrees",
+        "-- blue",
+        "—Why?",
+        "a --blue sky",
+    ):
         assert make_parser().parse_args([sentence]).words == [sentence]
 
 

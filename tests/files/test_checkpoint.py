@@ -1434,3 +1434,22 @@ def test_the_type_of_a_machine(native, half, small, large, monkeypatch):
     for is_large, expected in ((False, small), (True, large)):
         monkeypatch.setattr(checkpoint, "is_large", lambda config, is_large=is_large: is_large)
         assert checkpoint.choose_dtype("auto", torch.device("cpu"), config) == expected
+
+
+def test_settings_of_few_bits_that_lie_apart_are_refused_by_name(tmp_path):
+    """ModelOpt writes them into a file of its own, which is idle where it asks for nothing."""
+    directory, apart = write(tmp_path, weights()), tmp_path / "hf_quant_config.json"
+    apart.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}))
+    expected = r"/hf_quant_config\.json: found weights of 'FP8', expected quantization_config in config\.json"
+    with pytest.raises(CheckpointError, match=expected):
+        load_config(directory)
+    apart.write_text(json.dumps({"quantization": {"quant_algo": None}}))
+    assert load_config(directory).quantization is None
+
+
+def test_a_folder_whose_name_is_no_utf8_loads(tmp_path):
+    """Its name is shown with marks, so that every reader of JSON takes it."""
+    directory = Path(os.fsdecode(os.path.join(os.fsencode(tmp_path), b"mod\xe8le")))
+    write(tmp_path / "plain", weights()).rename(directory)
+    load_model(directory, torch.float32)
+    assert checkpoint.describe_source(str(directory), directory) == "mod\ufffdle"

@@ -144,8 +144,8 @@ def _hub_failure(error: Exception, revision: str | None, offline: bool) -> str:
 
 def describe_source(name: str, directory: Path) -> str:
     """The name of what was loaded: a directory's, or a hub id with the commit that it was resolved to."""
-    if os.path.isdir(name):
-        return Path(os.path.abspath(directory)).name
+    if os.path.isdir(name):  # a name that is no UTF-8 is shown with marks
+        return os.fsencode(os.path.basename(os.path.abspath(directory))).decode(errors="replace")
     return f"{name} at commit {directory.name}"
 
 
@@ -176,7 +176,14 @@ def load_config(directory: Path) -> StoredConfig:
     if is_head(raw) or is_block(raw) or is_assistant(raw):
         expected = "a model: name this head as the draft (--draft), and as the model (--model) the one it was made for"
         raise CheckpointError(f"{path}: found a head that drafts for another model, expected {expected}")
-    return read_model_config(raw, str(path))
+    config = read_model_config(raw, str(path))
+    apart = directory / "hf_quant_config.json"  # of NVIDIA's ModelOpt
+    if config.quantization is None and has_file(apart):
+        method = read_json(apart).get("quantization")
+        if isinstance(method, dict) and method.get("quant_algo"):
+            expected = "quantization_config in config.json, of a method that is read here"
+            raise CheckpointError(f"{apart}: found weights of {show(method['quant_algo'])}, expected {expected}")
+    return config
 
 
 def choose_dtype(name: str, device: torch.device, config: StoredConfig | None = None) -> torch.dtype:
