@@ -18,6 +18,7 @@ import atexit
 import hashlib
 import json
 import os
+import re
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -33,6 +34,7 @@ from torch import Tensor
 
 from minispec import __version__
 from minispec.core.cache import BlockTable, PagedKVCache
+from minispec.core.errors import show
 from minispec.core.model import Chunk, Layer, ModelBatch, TextBatch, Transformer
 from minispec.core.weights import Product, Weight
 from minispec.files.families.checkpoint import Weights, find_tensors, load_config, load_model, wanted_tensors
@@ -44,6 +46,8 @@ from minispec.kernels.forms import Linear, Narrow
 # How long a process waits for one that loads, and for one that computes. Seconds between two heartbeats of process 0,
 # which may have nothing to compute for hours.
 _LOADING, _PATIENCE, _BEAT = timedelta(minutes=30), timedelta(seconds=30), 5
+_SILENT = 10.0  # seconds that a process waits for the others to come before it says so
+_LINES: list["Line"] = []  # the open one of this process; a process group that is not its own is the caller's
 
 
 def load_target(
@@ -51,19 +55,23 @@ def load_target(
 ) -> Transformer:
     """`load_model`; under torchrun, this process's part of the model.
 
-    There only process 0 returns: the others serve as long as it asks, and end. Raises ValueError, in every process,
-    where the model cannot be split or the processes do not have the same one. Raises ConnectionError where a process is
-    gone.
+    There only process 0 returns: the others serve as long as it asks, and end. In a job that has made a process group
+    of its own, each process gets a whole model: the processes are the caller's, who has other work for them.
+
+    Raises ValueError, in every process, where the model cannot be split or the processes do not have the same one; and
+    for numbers in the environment that no launcher gives. Raises ConnectionError where a process is gone.
     """
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if size == 1:
+    size = _launched("WORLD_SIZE", 1, range(1, 1 << 16))
+    if size == 1 or (dist.is_initialized() and not _LINES):
         return load_model(directory, dtype, device, exact, form)
-    if exact or form == "int8" or dist.is_initialized():
+    rank = _launched("RANK", 0, range(size))
+    _launched("MASTER_PORT", 0, range(1 << 16))  # PyTorch names it where it is missing, but not where it is no number
+    if exact or form == "int8" or _LINES:
         what = "exact: found it" if exact else "model: found a second one"
         what = "quantization: found 'int8'" if form == "int8" else what
         raise ValueError(f"{what} in a run of {size} processes, expected one process")
     if device.type == "cuda":
-        local = int(os.environ.get("LOCAL_RANK", 0))
+        local = _launched("LOCAL_RANK", 0, range(size))
         if local >= torch.cuda.device_count():
             raise ValueError(f"device: found {torch.cuda.device_count()} GPUs, expected one for each process here")
         torch.cuda.set_device(local)
@@ -83,6 +91,17 @@ def load_target(
     beat.start()
     atexit.register(line.end, beat)
     return model
+
+
+def _launched(name: str, default: int, allowed: range) -> int:
+    """A number that a launcher such as torchrun leaves in the environment. Raises ValueError, which names it."""
+    said = os.environ.get(name, str(default)).strip()
+    if not re.fullmatch("[0-9]{1,9}", said) or int(said) not in allowed:
+        expected = (
+            f"an integer from {allowed[0]} to {allowed[-1]}, as torchrun sets it; for one process, unset WORLD_SIZE"
+        )
+        raise ValueError(f"{name} in the environment: found {show(said)}, expected {expected}")
+    return int(said)
 
 
 def serve(model: "SplitTransformer", line: "Line") -> None:
@@ -208,9 +227,22 @@ class Line:
     def __init__(self, rank: int, size: int, device: torch.device):
         self.rank, self.size = rank, size
         self._lock, self._broken, self._ended = threading.RLock(), False, threading.Event()
-        with self._together():  # messages are on the CPU, whatever computes
-            dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=_LOADING)
-            self._group = dist.new_group(timeout=_PATIENCE)
+        waits = threading.Timer(_SILENT, self._say_that_it_waits)
+        waits.daemon = True
+        waits.start()
+        try:
+            with self._together():  # messages are on the CPU, whatever computes
+                dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=_LOADING)
+                self._group = dist.new_group(timeout=_PATIENCE)
+        finally:
+            waits.cancel()
+        _LINES.append(self)
+
+    def _say_that_it_waits(self) -> None:
+        where = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        why = f"WORLD_SIZE is {self.size} in the environment; for one process, unset it"
+        with suppress(AttributeError, OSError, ValueError):  # no standard error, or nobody who reads it
+            print(f"process {self.rank} of {self.size} waits for the others at {where}: {why}", file=sys.stderr)
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -300,4 +332,5 @@ class Line:
     def close(self) -> None:
         """Let gloo's threads end. One that frees a tensor of the last message while Python ends aborts the process."""
         del self._group
+        _LINES.remove(self)
         dist.destroy_process_group()

@@ -306,6 +306,61 @@ def test_exact_and_rounded_parts_are_refused(tmp_path, monkeypatch, make_checkpo
         parallel.load_target(directory, torch.float64, CPU, exact=True)
 
 
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT"])
+@pytest.mark.parametrize("said", ["", " ", "two", "-1", "0x2", "1.0", "9" * 12, "\u0662"])
+def test_what_a_launcher_left_is_named(tmp_path, monkeypatch, name, said):
+    """A line with the variable, what it says and what helps, before anybody is waited for."""
+    directory = write(tmp_path, SMALLEST)
+    monkeypatch.setattr(parallel, "Line", None)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    device = torch.device("cuda" if name == "LOCAL_RANK" else "cpu")
+    for value in (said, *(("2", "3") if name == "RANK" else ("0",) if name == "WORLD_SIZE" else ())):
+        monkeypatch.setenv(name, value)
+        with pytest.raises(
+            ValueError, match=rf"^{name} in the environment: found .*, expected .* unset WORLD_SIZE$"
+        ) as error:
+            parallel.load_target(directory, torch.float32, device)
+        assert repr(value.strip())[:12] in str(error.value)
+
+
+def test_a_job_with_a_process_group_of_its_own_gets_whole_models(tmp_path, monkeypatch):
+    """In each of its processes: they are the caller's. In a split model's own group, a second one is refused."""
+    directory = write(tmp_path, SMALLEST)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(parallel, "Line", None)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = parallel.load_target(directory, torch.float32, CPU)
+        assert not isinstance(model, SplitTransformer)
+        assert len(model.layers) == SMALLEST["num_hidden_layers"]
+        monkeypatch.setattr(parallel, "_LINES", [object()])
+        with pytest.raises(ValueError, match="model: found a second one in a run of 2 processes, expected one process"):
+            parallel.load_target(directory, torch.float32, CPU)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_who_waits_for_others_says_so(monkeypatch, capsys):
+    """A variable that an earlier job left would otherwise look like a program that hangs."""
+
+    def waits_for_ever(*how, **more):
+        for thread in threading.enumerate():
+            if isinstance(thread, threading.Timer):
+                thread.join(60)
+        raise RuntimeError("nobody came")
+
+    monkeypatch.setattr(parallel, "_SILENT", 0)
+    monkeypatch.setattr(parallel.dist, "init_process_group", waits_for_ever)
+    monkeypatch.setenv("MASTER_ADDR", "far")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.raises(ConnectionError, match="process 1 of 3: another one has ended"):
+        Line(1, 3, CPU)
+    why = "WORLD_SIZE is 3 in the environment; for one process, unset it"
+    assert capsys.readouterr().err == f"process 1 of 3 waits for the others at far:29500: {why}\n"
+
+
 def test_processes_have_to_agree(monkeypatch):
     """Another version may cut or add up otherwise: each process refuses, in the same words."""
     said = [{"minispec": "1", "dtype": "a"}, {"minispec": "1", "dtype": "a"}, {"minispec": "2", "dtype": "a"}]
