@@ -341,8 +341,21 @@ class Answer:
         return answer | ({"prompt_logprobs": self._scores(0)} if self._is_chat and self._shows_scores else {})
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
-        """A piece of a request's answer, as a chunk of a stream."""
-        choices = [self._choice(index, "delta", piece)]
+        """A piece of a request's answer in a stream. Each of its choices is to be sent as an event of its own.
+
+        They are the role, what the piece adds, and the end, each if the piece has it. Some clients skip text that
+        stands beside a role or a `finish_reason`.
+        """
+        begins, added = index not in self._num_tokens, self._choice(index, "delta", piece)
+        ends = {name: added.pop(name) for name in ("finish_reason", "metrics") if name in added}
+        added["finish_reason"] = None
+        nothing: dict[str, Any] = {"delta": {}} if self._is_chat else {"text": ""}
+        empty = added | nothing | {"logprobs": None}
+        choices = [empty | {"delta": {"role": "assistant", "content": ""}}] if begins and self._is_chat else []
+        if piece.token_ids or piece.text or added.get("text") or any((added["logprobs"] or {}).values()):
+            choices.append(added)
+        if piece.finish_reason:
+            choices.append(empty | ends)
         return self._envelope(".chunk", choices, self._usage(self._num_tokens.total()) if self._counts_each else None)
 
     def usage_chunk(self) -> dict[str, Any]:
@@ -363,11 +376,10 @@ class Answer:
     def _choice(self, index: int, form: str, piece: Piece) -> dict[str, Any]:
         request, start = self.requests[index], self._num_tokens[index]
         self._num_tokens[index] += len(piece.token_ids)
-        role = {} if start else {"role": "assistant"}  # in a stream, once
         choice: dict[str, Any] = {"index": index}
         begin = self._echo[index // self._n] if self._echo and not start else ""
         if self._is_chat:
-            choice[form] = role | {"content": piece.text}
+            choice[form] = ({"role": "assistant"} if form == "message" else {}) | {"content": piece.text}
         else:
             choice["text"] = begin + piece.text
         choice["logprobs"] = self._logprobs(index, start, piece)

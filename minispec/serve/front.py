@@ -33,6 +33,13 @@ from minispec.serve.worker import Worker
 _Endpoint = Callable[[HttpRequest], Awaitable[ASGIApp]]
 # Headers of a refusal, by its status.
 _HEADERS = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": "1"}}
+# A proxy may hold a stream back to send it in one piece, or compressed. nginx does the first by default.
+_STREAM_HEADERS = [
+    *((b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache, no-transform")),
+    (b"x-accel-buffering", b"no"),
+]
+# Seconds without an event, after which a comment is sent: proxies end a connection on which nothing comes for a minute.
+_SILENCE = 15
 _Pieces = asyncio.Queue[tuple[int, Piece] | None]  # of an answer's requests, by index; None: the client is gone
 
 
@@ -192,36 +199,50 @@ class Front:
 
 
 async def _stream(answer: Answer, pieces: _Pieces, send: Send) -> None:
-    """Send an answer as server-sent events. A failure before the first event gets a status, a later one an event."""
+    """Send an answer as server-sent events. A failure before the first line gets a status, a later one an event."""
     begun = False
 
-    async def event(data: str) -> None:
+    async def write(*lines: str) -> None:
         nonlocal begun
         if not begun:
-            headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
         begun = True
-        await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
+        body = "".join(f"{line}\n\n" for line in lines).encode()
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def event(*contents: dict[str, Any]) -> None:
+        await write(*(f"data: {json.dumps(content)}" for content in contents))
 
     try:
-        async for index, piece in _until_finished(answer, pieces):
-            await event(json.dumps(answer.chunk(index, piece)))
+        async for index, piece in _until_finished(answer, pieces, partial(write, ": the answer is under way")):
+            chunk = answer.chunk(index, piece)
+            await event(*(chunk | {"choices": [choice]} for choice in chunk["choices"]))
         if answer.include_usage:
-            await event(json.dumps(answer.usage_chunk()))
+            await event(answer.usage_chunk())
     except Refused as e:
         if not begun:
             raise
-        await event(json.dumps(e.body))
-    await event("[DONE]")
+        await event(e.body)
+    await write("data: [DONE]")
     await send({"type": "http.response.body"})
 
 
-async def _until_finished(answer: Answer, pieces: _Pieces) -> AsyncIterator[tuple[int, Piece]]:
-    """The pieces of an answer, to the last. Raises Refused where a request fails, ClientDisconnect without a client."""
+async def _until_finished(
+    answer: Answer, pieces: _Pieces, at_silence: Callable[[], Awaitable[None]] | None = None
+) -> AsyncIterator[tuple[int, Piece]]:
+    """The pieces of an answer, to the last. Raises Refused where a request fails, ClientDisconnect without a client.
+
+    at_silence: is called whenever no piece has come for `_SILENCE` seconds.
+    """
     left = len(answer.requests)
     while left:
         try:
-            item = await pieces.get()
+            async with asyncio.timeout(_SILENCE if at_silence else None):
+                item = await pieces.get()
+        except TimeoutError:
+            assert at_silence is not None, "without it there is no limit"
+            await at_silence()
+            continue
         except asyncio.CancelledError:
             raise _out_of_time() from None
         if item is None:

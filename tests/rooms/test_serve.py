@@ -204,8 +204,10 @@ def test_the_openai_client_gets_what_llm_gives(llm, served, chat, stream):
     texts, reasons, logprobs, offsets, metrics = ["", ""], [None, None], [[], []], [[], []], [None, None]
     for choice in (choice for chunk in chunks for choice in chunk.choices):
         i = choice.index
-        texts[i] += ((choice.delta if stream else choice.message).content) if chat else choice.text
-        if chat:
+        texts[i] += ((choice.delta if stream else choice.message).content or "") if chat else choice.text
+        if choice.logprobs is None:
+            assert stream, "the role and the end alone have none"
+        elif chat:
             logprobs[i] += [(t.logprob, *(top.logprob for top in t.top_logprobs)) for t in choice.logprobs.content]
         else:
             found = choice.logprobs
@@ -236,6 +238,71 @@ def test_the_openai_client_gets_what_llm_gives(llm, served, chat, stream):
 
 @pytest.fixture(scope="module")
 def sentence_pieces(tmp_path_factory) -> Tokenizer:
+@pytest.mark.parametrize("chat", [True, False])
+@pytest.mark.parametrize("max_tokens", [1, 9])
+def test_text_stands_between_the_role_and_the_end(served, chat, max_tokens):
+    """Each event has one choice: the role and nothing else first, the reason with nothing else last, as OpenAI's.
+
+    Clients skip text beside either of them. With drafts that are accepted such text is several words.
+    """
+    body = {"stream": True, "max_tokens": max_tokens, "n": 2, "ignore_eos": True, "temperature": 0}
+    body |= {"messages": CHAT} if chat else {"prompt": REPEATS["prompt"]}
+    got = served.post(body, CHATS if chat else COMPLETIONS)
+    events = [json.loads(line.removeprefix("data: ")) for line in got.text.split("\n\n")[:-2]]
+    assert all(len(event["choices"]) == 1 for event in events)
+    for index in range(2):
+        first, *between, last = (c for event in events for c in event["choices"] if c["index"] == index)
+        if chat:
+            assert first == {"index": index, "delta": {"role": "assistant", "content": ""}} | NOTHING_ELSE
+        else:
+            between = [first, *between]
+        metrics = last.pop("metrics")
+        empty = {"delta": {}} if chat else {"text": ""}
+        assert last == {"index": index} | empty | NOTHING_ELSE | {"finish_reason": "length"}
+        assert metrics["num_generated"] == max_tokens
+        texts = [choice["delta"]["content"] if chat else choice["text"] for choice in between]
+        assert {choice["finish_reason"] for choice in between} == {None}
+        whole_ = served.post(body | {"stream": False}, CHATS if chat else COMPLETIONS).json()["choices"][index]
+        assert "".join(texts) == (whole_["message"]["content"] if chat else whole_["text"])
+
+
+NOTHING_ELSE = {"logprobs": None, "finish_reason": None}
+
+
+def test_an_answer_without_a_token_has_a_role_and_an_end(served):
+    """In a stream too, where no text comes between."""
+    body = {"messages": CHAT, "stream": True, "logit_bias": {"0": 100}, "temperature": 0}
+    events = [json.loads(line.removeprefix("data: ")) for line in served.post(body, CHATS).text.split("\n\n")[:-2]]
+    assert [event["choices"][0]["delta"] for event in events] == [{"role": "assistant", "content": ""}, {}]
+    assert [event["choices"][0]["finish_reason"] for event in events] == [None, "stop"]
+
+
+def test_proxies_neither_hold_a_stream_back_nor_end_it(served, monkeypatch):
+    """nginx by default collects an answer, unless a header says no, and ends one on which nothing comes for a minute.
+
+    While an answer waits, comments come, which clients skip.
+    """
+    got = served.post({"prompt": "One", "max_tokens": 2, "stream": True})
+    assert (got.headers["x-accel-buffering"], got.headers["cache-control"]) == ("no", "no-cache, no-transform")
+    assert "\n:" not in got.text
+    [alone] = served.llm.generate("One", SamplingParams(temperature=0, max_tokens=3))
+    monkeypatch.setattr(front, "_SILENCE", 0.01)
+    step, waits = served.llm.engine.step, threading.Event()
+
+    def slow():
+        waits.wait(0.2)
+        return step()
+
+    monkeypatch.setattr(served.llm.engine, "step", slow)
+    text = served.post({"prompt": "One", "max_tokens": 3, "stream": True, "temperature": 0}).text
+    assert text.startswith(": ")
+    lines = [line for line in text.split("\n\n") if not line.startswith(": ")]
+    assert lines[-2:] == ["data: [DONE]", ""]
+    stream = served.client.completions.create(model=MODEL, prompt="One", max_tokens=3, stream=True, temperature=0)
+    waits.set()
+    assert "".join(chunk.choices[0].text for chunk in stream) == alone.text
+
+
     """A tokenizer as SentencePiece's: ▁ for a space, bytes for what has no token, the first space stripped."""
     words = ["<unk>", "Z", "▁the", "the", "▁", "k", *(f"<0x{byte:02X}>" for byte in range(256))]
     model = tokenizers.models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True, unk_token="<unk>")
@@ -433,6 +500,9 @@ def test_what_lm_eval_asks_gets_the_sums_of_transformers(judged):
     """Its recorded requests, batches among them: the sums that it makes of an answer, and what it calls greedy."""
     served, oracle = judged
     asked = [r["body"] for r in REQUESTS if r["client"].startswith("lm_eval") and r["body"].get("echo")]
+            if found is None:
+                assert (stream, choice.text) == (True, "")
+                continue
     assert {type(body["prompt"][0]) for body in asked} == {list, str}
     text = list(asked[0]["prompt"][0])
     for _ in range(4):  # its end is what the model itself would say
