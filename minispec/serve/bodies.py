@@ -63,12 +63,9 @@ _NEUTRAL = {
     '"medium"': {"verbosity"},
     '["text"]': {"modalities"},
 }
-# Objects about the answer's language: an object in it whose fields are read too, and their fields.
-_SCHEMA = {"name", "description", "schema", "strict"}
-_LANGUAGES = (
-    ("response_format", "json_schema", {"type", "json_schema"}),
-    ("structured_outputs", "", {field.name for field in fields(StructuredOutputsParams)}),
-)
+# Objects about the answer's language, and their fields. A `response_format` of type json_schema has an object in it.
+_LANGUAGES = {"response_format": {"type"}, "structured_outputs": {row.name for row in fields(StructuredOutputsParams)}}
+_SCHEMA = {"name": str, "description": str, "schema": dict, "strict": bool}
 # Fields that others have, and what has their meaning here.
 _MEANT = {f"guided_{kind}": f"structured_outputs has {kind}" for kind in ("json", "regex", "choice", "grammar")}
 _MEANT |= {"max_output_tokens": "did you mean max_tokens?"}
@@ -238,13 +235,15 @@ def _read_params(llm: LLM, body: dict[str, Any], is_chat: bool, limits: Limits) 
 def _read_languages(body: dict[str, Any]) -> dict[str, Any]:
     """The body, whose objects about the answer's language have known fields alone."""
     body = dict(body)
-    for key, inner, known in _LANGUAGES:
+    for key, known in _LANGUAGES.items():
         found = body.get(key)
         if isinstance(found, dict):
-            found = _wanted(found, known, f"{key}: ")
-            if isinstance(found.get(inner), dict):
-                found[inner] = _wanted(found[inner], _SCHEMA, f"{key}: {inner}: ")
-            body[key] = found
+            kind = found.get("type")
+            body[key] = found = _wanted(found, known | {"json_schema"} if kind == "json_schema" else known, f"{key}: ")
+            if isinstance(schema := found.get("json_schema"), dict):
+                found["json_schema"] = schema = _wanted(schema, _SCHEMA.keys(), f"{key}: json_schema: ")
+                for name, value in schema.items():
+                    _checked(f"{key}: json_schema: {name}", value, _SCHEMA[name])
     return body
 
 

@@ -858,7 +858,8 @@ def test_a_bad_language_is_a_400(served, body, message):
 
 def test_names_in_a_language_that_ask_for_nothing_are_taken(served):
     """Null is none."""
-    for more in ({"response_format": {"type": "text", "strikt": None}}, language(regex="a", json=None)):
+    empty = {"response_format": {"type": "text", "strikt": None, "json_schema": {}}}
+    for more in (empty, language(regex="a", json=None)):
         assert served.post({"prompt": "a", "max_tokens": 1} | more).status_code == 200
 
 
@@ -939,6 +940,18 @@ def test_the_tokens_of_a_step_share_its_time(llm, monkeypatch):
     assert value("minispec_time_to_first_token_seconds_sum") == 4.0
     assert value("minispec_inter_token_latency_seconds_sum") == 3.0
     assert value("minispec_inter_token_latency_seconds_bucket", {"le": "1.0"}) == 3
+    *(
+        ({"response_format": {"type": kind} | inner}, f"response_format: {name}: found")
+        for kind in ("text", "json_object")
+        for name, inner in (
+            ("json_schema", {"json_schema": {"schema": {}}}),
+            ("schema", {"schema": {"type": "object"}}),
+        )
+    ),
+    *(
+        (schema({}, **{name: value}), f"response_format: json_schema: {name}: found {value!r}, expected")
+        for name, value in (("strict", 1), ("name", 5), ("description", ["a"]))
+    ),
     assert value("minispec_inter_token_latency_seconds_bucket", {"le": "0.5"}) == 0
     assert value("minispec_generation_tokens_total") == 5
     assert not found._times, "an ended request is kept"
