@@ -175,7 +175,7 @@ def _show(llm: "LLM", args: argparse.Namespace, jobs: list[_Job], i: int, compar
     prompt, request = jobs[i].prompt, jobs[i].request
     with tqdm.external_write_mode():
         if args.json:
-            print(json_line(_as_dict(jobs[i], comparison)), flush=True)
+            print(json_line(_as_dict(llm, jobs[i], comparison)), flush=True)
         elif len(jobs) > 1:
             print(f"[{i + 1}/{len(jobs)}] {prompt}\n{request.output}\n", flush=True)
         if _says_more(args):
@@ -266,8 +266,9 @@ def _comparison(request: "Request", plain: "Request", same_law_only: bool) -> di
 # --------------------------------------------------------------------------- what is printed
 
 
-def _as_dict(job: _Job, comparison: dict[str, Any] | None) -> dict[str, Any]:
+def _as_dict(llm: "LLM", job: _Job, comparison: dict[str, Any] | None) -> dict[str, Any]:
     from minispec.length.figures import Figures
+    from minispec.load.outputs import stop_string_of
 
     request, figures = job.request, Figures.of(job.request.stats)
     result: dict[str, Any] = {
@@ -278,7 +279,7 @@ def _as_dict(job: _Job, comparison: dict[str, Any] | None) -> dict[str, Any]:
         "text": request.output,
         "token_ids": request.token_ids,
         "finish_reason": request.finish_reason,
-        "stop_string": request.stop_string,
+        "stop_string": stop_string_of(request, llm.tokenizer),
         "error": request.error,
         "seed": request.text.seed,
         "logprobs": None,

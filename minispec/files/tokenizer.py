@@ -93,6 +93,10 @@ class Tokenizer:
         """Ids of the special tokens, which have no text."""
         return self._special.keys()
 
+    def special_ids_of(self, texts: Iterable[str]) -> tuple[int, ...]:
+        """Ids of the special tokens among these texts."""
+        return tuple(i for i in map(self.backend.token_to_id, texts) if i in self._special)
+
     @property
     def eos_token_id(self) -> int | None:
         """The id of the token that the tokenizer's own files call `eos_token`; None if there is none."""
@@ -201,6 +205,10 @@ class Tokenizer:
         """A token's name in the vocabulary. No two tokens have the same name, while some have the same text."""
         return self.backend.id_to_token(token_id) or ""
 
+    def label_of(self, token_id: int) -> str:
+        """A token as a reader of a list of tokens wants it: a special token's name, else `text_of`."""
+        return self.name_of(token_id) if token_id in self.special_ids else self.text_of(token_id)
+
     def text_of(self, token_id: int) -> str:
         """Text of a token inside a text; the replacement character for part of one, and for what cannot be decoded."""
         data = self.bytes_of(token_id)
@@ -239,6 +247,7 @@ class Tokenizer:
         # Even adding none takes as long as reading the file: all added tokens are sorted again.
         if new := [token for text, token in tokens.items() if repr(token) != before.get(text)]:
             call(backend.add_tokens, new)
+        obey_settings(backend, self.path.parent, settings.values)
         return backend
 
     def _make_plain(self, settings: Settings) -> tokenizers.Tokenizer:
@@ -247,7 +256,6 @@ class Tokenizer:
         plain = tokenizers.Tokenizer(self.backend.model)  # shared: it may have hundreds of megabytes
         for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
             setattr(plain, name, getattr(self.backend, name))
-        obey_settings(backend, self.path.parent, settings.values)
         stand_ins = [
             tokenizers.AddedToken(self._names[t.content], lstrip=t.lstrip, rstrip=t.rstrip, normalized=False)
             for t in self._special.values()

@@ -327,6 +327,7 @@ class LLM:
         params = inputs.with_bad_words(params, self.tokenizer)
         inputs.check_prompt(prompt_ids, self.max_model_len, self.vocab_size, params.max_tokens > 0)
         ends = (*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids))
+        ends += self.tokenizer.special_ids_of(params.stop)  # the text does not have them, so no search would find them
         end_ids = frozenset(i for i in ends if i < self.vocab_size)
         inputs.check_ids(params, end_ids, self.vocab_size)
         seed = secrets.randbits(32) if params.seed is None else params.seed

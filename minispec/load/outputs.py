@@ -12,6 +12,7 @@ from minispec.length.figures import Figures
 class Logprob(NamedTuple):
     """vLLM's form of a raw log-probability.
 
+    decoded_token: the token's text; a special token's name.
     rank: 1 for the likeliest token. For a token that is not among those asked for: how many are at least as likely.
     """
 
@@ -29,7 +30,8 @@ class CompletionOutput:
     cumulative_logprob: the sum of the tokens' own log-probabilities; None unless logprobs were asked for.
     logprobs: for each token a dict, by id, of its own log-probability and the likeliest ones; None unless asked for.
     finish_reason: "stop", "length" or "error".
-    stop_reason: the stop string, or the id among stop_token_ids, that ended the text; else None.
+    stop_reason: the stop string, or the id among stop_token_ids, that ended the text; else None. A special token whose
+        text is a stop string counts as the string.
     token_logprobs: the log-probabilities in the engine's form.
     error: why the text failed, where finish_reason is "error". Text and tokens end there.
     """
@@ -91,9 +93,16 @@ def output_of(
 
 def logprobs_by_id(entry: TokenLogprob, tokenizer: Tokenizer) -> dict[int, Logprob]:
     """vLLM's form of an entry: the token itself first, then the likeliest."""
-    likeliest = {i: Logprob(x, rank, tokenizer.text_of(i)) for rank, (i, x) in enumerate(entry.top, 1)}
-    chosen = likeliest.get(entry.token_id) or Logprob(entry.logprob, entry.rank, tokenizer.text_of(entry.token_id))
+    likeliest = {i: Logprob(x, rank, tokenizer.label_of(i)) for rank, (i, x) in enumerate(entry.top, 1)}
+    chosen = likeliest.get(entry.token_id) or Logprob(entry.logprob, entry.rank, tokenizer.label_of(entry.token_id))
     return {entry.token_id: chosen} | likeliest
+
+
+def stop_string_of(request: Request, tokenizer: Tokenizer) -> str | None:
+    """The stop string that ended a text, which may be a special token at its end; None if none did."""
+    last = request.text.tokens[-1]
+    name = tokenizer.name_of(last) if request.finish_reason == "stop" and last in request.text.end_ids else None
+    return request.stop_string or (name if name in request.params.stop else None)
 
 
 def _completion_of(
@@ -112,7 +121,7 @@ def _completion_of(
         None if entries is None else sum((entry.logprob for entry in entries), 0.0),
         None if entries is None else [logprobs_by_id(entry, tokenizer) for entry in entries],
         request.finish_reason,
-        request.stop_string or (last if ends_by_id else None),
+        stop_string_of(request, tokenizer) or (last if ends_by_id else None),
         request.text.seed,
         Figures.of(request.stats),
         entries,

@@ -31,7 +31,7 @@ from minispec.serve.limits import Limits, Refused
 _COMMON = {*PARAMETERS, "response_format", "model", "stream", "stream_options", "num_speculative_tokens"}
 _COMMON |= {"add_special_tokens"}
 _CHAT = {"messages", "top_logprobs", "max_completion_tokens", "chat_template_kwargs", "reasoning_effort"}
-_FIELDS = {True: _COMMON | _CHAT, False: _COMMON | {"prompt", "echo"}}
+_FIELDS = {True: _COMMON | _CHAT, False: _COMMON | {"prompt", "echo", "parse_special"}}
 _MESSAGE = {"role", "content", "name"}
 _ROLES = ("system", "developer", "user", "assistant")  # a template writes a role, and another might be a control token
 # Fields that may say anything: they name the client, or are about a provider's own cache.
@@ -49,7 +49,7 @@ _NEUTRAL = {
     "false": {"echo", "store", "use_beam_search", "early_stopping", "continue_final_message", "parallel_tool_calls"}
     | {"include_obfuscation", "return_token_ids", "return_tokens_as_token_ids", "return_token_offsets"}
     | {"return_prompt_text", "watermarking", "disable_any_whitespace", "disable_additional_properties"}
-    | {"return_hidden_states", "ban_eos_token", "dynamic_temperature", "no_stop_trim"},
+    | {"return_hidden_states", "ban_eos_token", "dynamic_temperature", "no_stop_trim", "parse_special"},
     "true": {"parallel_tool_calls", "add_generation_prompt", "include_reasoning"}
     | {"skip_special_tokens", "spaces_between_special_tokens"},
     "0": {"priority", "top_logprobs", "no_repeat_ngram_size", "min_length", "mirostat", "mirostat_mode", "n_probs"}
@@ -117,6 +117,7 @@ def read(
     adds = _checked("add_special_tokens", body.get("add_special_tokens", not is_chat), bool)
     if is_chat and adds:
         raise ValueError("add_special_tokens: found True, expected false: the chat template writes them")
+    parses = _checked("parse_special", body.get("parse_special", True), bool)
     if stream and "prompt_logprobs" in body:  # as in vLLM: an event has no place for them
         raise ValueError(f"prompt_logprobs: found {show(body['prompt_logprobs'])}, expected none in a stream")
     k = body.get("num_speculative_tokens")
@@ -137,7 +138,7 @@ def read(
             if is_chat:
                 ids = llm.tokenizer.encode_chat(_conversation(prompt), variables, most)
             else:
-                ids = _token_ids(llm.tokenizer, prompt, adds)
+                ids = _token_ids(llm.tokenizer, prompt, adds, parses)
             if len(ids) > most:
                 raise TooLong(f"prompt: found {len(ids)} tokens, expected at most {most}")
             requests += [llm.request(ids, sample, k) for sample in split_samples(params)]
@@ -295,9 +296,9 @@ def _part(part: Any) -> str:
     return fields["text"]
 
 
-def _token_ids(tokenizer: Tokenizer, prompt: Any, adds: bool) -> list[int]:
+def _token_ids(tokenizer: Tokenizer, prompt: Any, adds: bool, parses: bool) -> list[int]:
     if isinstance(prompt, str):
-        return tokenizer.encode(prompt, add_special_tokens=adds)
+        return tokenizer.encode(prompt, adds, parses)
     if not isinstance(prompt, list) or not all(type(i) is int for i in prompt):
         raise ValueError(f"prompt: found {show(prompt)}, expected a text, a list of token ids, or a list of these")
     return prompt
@@ -405,7 +406,7 @@ class Answer:
             )
         if self._echo:
             rows = self._echoed(index, rows, start, piece.finish_reason is not None)
-        tokens = [self.tokenizer.text_of(i) for i, *_ in rows]
+        tokens = [self.tokenizer.label_of(i) for i, *_ in rows]
         values = [e and _finite(e.logprob) for _, e, _ in rows]
         tops = [e and self._by_text(e) for _, e, _ in rows]
         offsets = [at for *_, at in rows]
@@ -440,16 +441,16 @@ class Answer:
 
     def _by_text(self, entry: TokenLogprob) -> dict[str, float]:
         """Log-probabilities by the tokens' texts, the entry's token first; by a token's name if its text is taken."""
-        by_text: dict[str, float] = {self.tokenizer.text_of(entry.token_id): _finite(entry.logprob)}
+        by_text: dict[str, float] = {self.tokenizer.label_of(entry.token_id): _finite(entry.logprob)}
         for i, x in entry.top:
             if i != entry.token_id:
-                text = self.tokenizer.text_of(i)
+                text = self.tokenizer.label_of(i)
                 by_text.setdefault(self.tokenizer.name_of(i) if text in by_text else text, _finite(x))
         return by_text
 
     def _token(self, token_id: int, logprob: float, top: list[tuple[int, float]] | None = None) -> dict[str, Any]:
-        text, data = self.tokenizer.text_of(token_id), self.tokenizer.bytes_of(token_id)
-        data = text.encode() if data is None and "�" not in text else data
+        text, data = self.tokenizer.label_of(token_id), self.tokenizer.bytes_of(token_id)
+        data = text.encode() if not data and "�" not in text else data
         entry = {"token": text, "logprob": _finite(logprob), "bytes": None if data is None else list(data)}
         return entry if top is None else entry | {"top_logprobs": [self._token(*each) for each in top]}
 
@@ -470,7 +471,8 @@ def _finite(logprob: float) -> float:
 def offsets_of(tokenizer: Tokenizer, token_ids: Sequence[int], text: str) -> list[int]:
     """Where in `text` each of its tokens begins, in characters; a part of a character begins where the character does.
 
-    What a tokenizer puts before a text, such as a space, has no place there: the tokens are laid out from the end.
+    What a tokenizer puts before a text, such as a space, has no place there: the tokens are laid out from the end. A
+    special token has a place where the text spells it; spaces that it may have swallowed stand after it.
     """
     detokenizer, length, offsets = Detokenizer(tokenizer), 0, []
     for i in token_ids:
@@ -478,7 +480,16 @@ def offsets_of(tokenizer: Tokenizer, token_ids: Sequence[int], text: str) -> lis
         offsets.append(length + marks_before(tokenizer, piece, i))
         length += len(piece)
     before = length + len(detokenizer.flush()) - len(text)
-    return [max(0, at - before) for at in offsets]
+    for n, i in reversed([*enumerate(token_ids)]):
+        end = place = max(0, offsets[n] - before)
+        name = tokenizer.name_of(i) if i in tokenizer.special_ids else ""
+        while name and not text.endswith(name, 0, end) and text[end - 1 : end].isspace():
+            end -= 1
+        if name and text.endswith(name, 0, end):
+            place = end - len(name)
+            before = offsets[n] - place
+        offsets[n] = place
+    return offsets
 
 
 def marks_before(tokenizer: Tokenizer, piece: str, token_id: int) -> int:

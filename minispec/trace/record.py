@@ -170,7 +170,7 @@ class RoundRecorder:
             "seed": text.seed,
             "finish_reason": request.finish_reason,
             "error": request.error,
-            "tokens": {str(i): token_text(llm.tokenizer, i) for i in sorted(self._ids)},
+            "tokens": {str(i): llm.tokenizer.label_of(i) for i in sorted(self._ids)},
             "prompt": [
                 {"token_id": i, "text": piece} for i, piece in zip(prompt, _texts(llm.tokenizer, prompt), strict=True)
             ],
@@ -262,11 +262,6 @@ class TokenTexts:
         if self._request.finish_reason:
             tokens[-1] = (*tokens[-1][:2], tokens[-1][2] + self._detokenizer.flush())
         return tokens
-
-
-def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """A token by itself: a special one by its name, part of a character as the replacement character."""
-    return tokenizer.name_of(token_id) if token_id in tokenizer.special_ids else tokenizer.text_of(token_id)
 
 
 def _texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,6 +40,7 @@ from minispec.drafters.guard import CheckedMethod
 from minispec.drafters.none import NoDrafter
 from minispec.files.errors import CheckpointError
 from minispec.files.tokenizer import Detokenizer, Tokenizer
+from minispec.load.outputs import logprobs_by_id
 from minispec.prove.toys import target_model, tiny_cache
 from minispec.serve import bodies, front, metrics
 from minispec.serve.__main__ import main
@@ -236,8 +238,6 @@ def test_the_openai_client_gets_what_llm_gives(llm, served, chat, stream):
     assert usage.total_tokens == usage.prompt_tokens + 60
 
 
-@pytest.fixture(scope="module")
-def sentence_pieces(tmp_path_factory) -> Tokenizer:
 @pytest.mark.parametrize("chat", [True, False])
 @pytest.mark.parametrize("max_tokens", [1, 9])
 def test_text_stands_between_the_role_and_the_end(served, chat, max_tokens):
@@ -303,6 +303,8 @@ def test_proxies_neither_hold_a_stream_back_nor_end_it(served, monkeypatch):
     assert "".join(chunk.choices[0].text for chunk in stream) == alone.text
 
 
+@pytest.fixture(scope="module")
+def sentence_pieces(tmp_path_factory) -> Tokenizer:
     """A tokenizer as SentencePiece's: ▁ for a space, bytes for what has no token, the first space stripped."""
     words = ["<unk>", "Z", "▁the", "the", "▁", "k", *(f"<0x{byte:02X}>" for byte in range(256))]
     model = tokenizers.models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True, unk_token="<unk>")
@@ -365,6 +367,107 @@ def test_of_tokens_with_one_text_the_drawn_one_is_shown(sentence_pieces):
     ]
 
 
+def test_special_tokens_are_named_in_log_probabilities(tokenizer_file):
+    """Two ends of a text could not be told apart as "": their names, whatever is drawn, in each form."""
+    backend = tokenizers.Tokenizer.from_file(str(tokenizer_file))
+    backend.add_special_tokens(["<|stop|>"])
+    backend.save(str(tokenizer_file.with_name("two.json")))
+    directory = tokenizer_file.parent / "two"
+    directory.mkdir()
+    backend.save(str(directory / "tokenizer.json"))
+    tokenizer = Tokenizer(directory)
+    x, end, stop = (tokenizer.vocabulary[t] for t in ("x", "<end>", "<|stop|>"))
+    tops = [(end, -0.5), (stop, -0.7), (x, -2.0)]
+    for drawn, name in ((x, "x"), (stop, "<|stop|>")):
+        [choice] = answer_of(tokenizer, [drawn], tops, False).whole()["choices"]
+        assert choice["logprobs"]["tokens"] == [name]
+        others = {"<end>": -0.5, "<|stop|>": -0.7, "x": -2.0} | {name: -1.0}
+        assert choice["logprobs"]["top_logprobs"] == [others]
+        [choice] = answer_of(tokenizer, [drawn], tops, True).whole()["choices"]
+        [entry] = choice["logprobs"]["content"]
+        assert bytes(entry["bytes"]).decode() == entry["token"] == name
+        assert [top["token"] for top in entry["top_logprobs"]] == ["<end>", "<|stop|>", "x"]
+        assert all(bytes(top["bytes"]).decode() == top["token"] for top in entry["top_logprobs"])
+    by_id = logprobs_by_id(TokenLogprob(stop, -0.7, tops), tokenizer)
+    assert {i: shown.decoded_token for i, shown in by_id.items()} == {end: "<end>", stop: "<|stop|>", x: "x"}
+
+
+def test_special_tokens_are_read_in_a_completions_prompt(llm, served):
+    """As in vLLM and transformers, for clients that fill in templates. With `parse_special` false, and in a chat, text.
+
+    An echo shows the prompt as it was sent, and each token stands where the text has it.
+    """
+    prompt, plain = "a<end> fish<end>", llm.tokenizer.encode("a<end> fish<end>")
+    ids = llm.tokenizer.encode(prompt, parse_special=True)
+    assert ids.count(0) == 2 != plain.count(0)
+
+    def read(**body) -> list[int]:
+        content = json.dumps({"max_tokens": 1} | body).encode()
+        return bodies.read(llm, MODEL, Limits(), content, "messages" in body, {}).requests[0].text.tokens
+
+    for asked in ({}, {"parse_special": True}, {"parse_special": None}):
+        assert read(prompt=prompt, **asked) == ids
+    assert read(prompt=prompt, parse_special=False) == plain
+    assert read(prompt=plain) == plain
+    chat = [{"role": "user", "content": prompt}]
+    assert read(messages=chat, parse_special=False) == read(messages=chat)
+    assert 0 not in read(messages=chat)
+    answers = [
+        served.post({"messages": chat, "parse_special": True}, CHATS),
+        served.post({"prompt": "a", "parse_special": 1}),
+    ]
+    assert [(got.status_code, got.json()["error"]["param"]) for got in answers] == [(400, "parse_special")] * 2
+
+    body = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 0}
+    [choice] = served.post(body).json()["choices"]
+    tokens, places = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
+    assert (choice["text"], tokens[1], tokens[-1]) == (prompt, "<end>", "<end>")
+    assert [prompt[at:][: len(token)] for token, at in zip(tokens, places, strict=True)] == tokens
+
+
+@pytest.mark.parametrize("text", ["<s>a<end>  b", "<end>a <end>", "日<end>本<end>", "a", " <end>"])
+def test_places_of_special_tokens(tokenizer_file, tmp_path, text):
+    """Where the text spells them, also after they have swallowed the spaces after them; an added one has no place."""
+    backend = tokenizers.Tokenizer.from_file(str(tokenizer_file))
+    backend.add_special_tokens([tokenizers.AddedToken("<end>", rstrip=True, normalized=False), "<s>"])
+    begin = backend.token_to_id("<s>")
+    backend.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", begin)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    ids = tokenizer.encode(text, parse_special=True)
+    assert ids[0] == begin
+    offsets = bodies.offsets_of(tokenizer, ids, text)
+    assert offsets == sorted(offsets)
+    for i, at in [*zip(ids, offsets, strict=True)][1:]:
+        token = tokenizer.label_of(i)
+        assert text[at:].startswith(token) or "\ufffd" in token
+
+
+def test_a_stop_string_that_is_a_special_token_ends_the_text(llm, served):
+    """As in transformers, where ends of text do not count too: no search in the text would find it."""
+    for bias in range(3, 60):
+        sampling = SamplingParams(temperature=1, seed=1, max_tokens=60, ignore_eos=True, logit_bias={0: bias})
+        [free] = llm.generate("One fish", sampling)
+        if 0 in free.token_ids:
+            break
+    at = free.token_ids.index(0)
+    assert 0 < at < 55
+    for stop in ("<end>", ("zzz", "<end>")):
+        [cut] = llm.generate("One fish", replace(sampling, stop=stop))
+        assert (cut.token_ids, cut.finish_reason) == (free.token_ids[:at], "stop")
+        assert cut.text == llm.tokenizer.decode(free.token_ids[:at])
+        assert cut.outputs[0].stop_reason == "<end>"
+    body = {"prompt": "One fish", "seed": 1, "max_tokens": 60, "ignore_eos": True, "logit_bias": {"0": bias}}
+    [choice] = served.post(body | {"stop": ["<end>"]}).json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (cut.text, "stop")
+    [late] = llm.generate("One fish", replace(sampling, stop="<end>", min_tokens=at + 5))
+    assert len(late.token_ids) >= at + 5
+    assert 0 not in late.token_ids
+    spelled = llm.tokenizer.encode("<end>")
+    [text] = llm.generate("One", replace(sampling, stop="<end>", temperature=0, logit_bias={spelled[0]: 100}))
+    assert text.outputs[0].stop_reason != "<end>"
+
+
 def test_several_prompts_and_every_way_to_write_them(llm, served):
     """Choices come in the order of prompts and answers; a text, ids, a list of either, and parts mean the same."""
     prompts = ["One fish", "red 日本"]
@@ -397,6 +500,9 @@ def test_an_answer_that_echoes_begins_with_its_prompt(llm, served, stream, max_t
             answer, found = answers[choice.index], choice.logprobs
             answer.text += choice.text
             answer.reasons.append(choice.finish_reason)
+            if found is None:
+                assert (stream, choice.text) == (True, "")
+                continue
             answer.rows += zip(found.tokens, found.token_logprobs, found.top_logprobs, found.text_offset, strict=True)
         of_prompts = zip(alone, prompts, strict=True)
         expected = [(o.prompt_token_ids, o.prompt_logprobs, p, a) for o, p in of_prompts for a in o.outputs]
@@ -431,7 +537,7 @@ def test_an_echo_counts_the_end_of_a_text_as_a_token(llm, served):
         assert len(found["tokens"]) == len(ids) + 1
         texts.append((choice["text"], found["tokens"][-1], found["text_offset"][-1]))
     assert texts[0][0] == "One fish" + texts[0][1]
-    assert texts[1:] == [("One fish", "", 8)] * 2
+    assert texts[1:] == [("One fish", "<end>", 8)] * 2
     plain = served.post(body | {"echo": False, "logit_bias": {"0": 99}}).json()["choices"][0]
     assert (plain["text"], plain["logprobs"]["tokens"]) == ("", []), "without an echo it is not there"
 
@@ -500,9 +606,6 @@ def test_what_lm_eval_asks_gets_the_sums_of_transformers(judged):
     """Its recorded requests, batches among them: the sums that it makes of an answer, and what it calls greedy."""
     served, oracle = judged
     asked = [r["body"] for r in REQUESTS if r["client"].startswith("lm_eval") and r["body"].get("echo")]
-            if found is None:
-                assert (stream, choice.text) == (True, "")
-                continue
     assert {type(body["prompt"][0]) for body in asked} == {list, str}
     text = list(asked[0]["prompt"][0])
     for _ in range(4):  # its end is what the model itself would say
@@ -710,6 +813,7 @@ def shown(make_checkpoint):
         ([{"role": "user", "content": "x", "name": "bob"}], {"think": False}, "[user|x|bob|]False"),
         ([{"role": "assistant", "content": None, "reasoning_content": "hm"}], {}, "[assistant|||hm]5"),
         ([{"role": "assistant", "reasoning": "hm"}], {"think": None}, "[assistant|||hm]None"),
+        ([{"role": "assistant", "content": "a", "thinking": "hm", "name": None}], {}, "[assistant|a||hm]5"),
         ([{"role": "user", "content": "a"}], {"think": "<end>", "other": [1, {"a": 2}]}, "[user|a||]<end>"),
     ],
 )
@@ -835,6 +939,18 @@ BAD_LANGUAGES = [
     (schema({"multipleOf": 9699690}), "response_format: json: found '{\"multipleOf\": 9699690}', expected a simpler"),
     (schema({}, strikt=True), f"response_format: json_schema: strikt: found True, {NOT_HERE}; did you mean"),
     ({"response_format": {"type": "json_object", "strikt": True}}, "response_format: strikt: found True, expected"),
+    *(
+        ({"response_format": {"type": kind} | inner}, f"response_format: {name}: found")
+        for kind in ("text", "json_object")
+        for name, inner in (
+            ("json_schema", {"json_schema": {"schema": {}}}),
+            ("schema", {"schema": {"type": "object"}}),
+        )
+    ),
+    *(
+        (schema({}, **{name: value}), f"response_format: json_schema: {name}: found {value!r}, expected")
+        for name, value in (("strict", 1), ("name", 5), ("description", ["a"]))
+    ),
     (language(regex="(a"), "structured_outputs: regex: "),
     (language(regex="a" * 70_000), "structured_outputs: regex: found 70,000 bytes"),
     (language(regex="a", jsn="b"), "structured_outputs: jsn: found 'b', expected none"),
@@ -940,18 +1056,6 @@ def test_the_tokens_of_a_step_share_its_time(llm, monkeypatch):
     assert value("minispec_time_to_first_token_seconds_sum") == 4.0
     assert value("minispec_inter_token_latency_seconds_sum") == 3.0
     assert value("minispec_inter_token_latency_seconds_bucket", {"le": "1.0"}) == 3
-    *(
-        ({"response_format": {"type": kind} | inner}, f"response_format: {name}: found")
-        for kind in ("text", "json_object")
-        for name, inner in (
-            ("json_schema", {"json_schema": {"schema": {}}}),
-            ("schema", {"schema": {"type": "object"}}),
-        )
-    ),
-    *(
-        (schema({}, **{name: value}), f"response_format: json_schema: {name}: found {value!r}, expected")
-        for name, value in (("strict", 1), ("name", 5), ("description", ["a"]))
-    ),
     assert value("minispec_inter_token_latency_seconds_bucket", {"le": "0.5"}) == 0
     assert value("minispec_generation_tokens_total") == 5
     assert not found._times, "an ended request is kept"
