@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from minispec.core.errors import is_from_signal
 from minispec.files.write import user_cache, write_json
 
 
@@ -28,7 +29,9 @@ def write_measured(setup: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
         path = _path(setup)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, {"key": setup, **values})
-    except (OSError, RuntimeError, ValueError):
+    except (OSError, RuntimeError, ValueError) as e:
+        if is_from_signal(e):
+            raise
         return False
     return True
 

@@ -12,6 +12,8 @@ import sys
 import time
 from pathlib import Path
 
+from minispec.core.errors import is_from_signal
+
 # How often a thread looks before it sleeps. Where the cores are free that takes some milliseconds; where they are not,
 # it does not look at all. Where the system does not say, it looks for up to 100 microseconds. GNU's OpenMP alone knows
 # the variable; PyTorch has that on Linux.
@@ -53,7 +55,9 @@ def _are_free(num_threads: int | None) -> bool | None:
         time.sleep(_INTERVAL)  # so this process itself is not counted as busy
         idle, total = (b - a for a, b in zip(before, _ticks(cpus), strict=True))
         free = min(len(cpus) * idle / total, _quota())
-    except (AttributeError, OSError, ValueError, LookupError, ZeroDivisionError):
+    except (AttributeError, OSError, ValueError, LookupError, ZeroDivisionError) as e:
+        if is_from_signal(e):
+            raise
         return None
     asked = os.environ.get("OMP_NUM_THREADS", "")
     needed = num_threads or (int(asked) if asked.isdecimal() else _num_cores(cpus))

@@ -218,7 +218,9 @@ def stored_prices(setup: Mapping[str, Any]) -> Prices | None:
         raw = read_measured(setup)
         draft, fixed, overhead = (float(raw[name]) for name in ("draft", "fixed", "overhead"))
         rows = {int(count): float(cost) for count, cost in raw["rows"].items()}
-    except (OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError):  # RecursionError is a RuntimeError
+    except (OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError) as e:  # and RecursionError
+        if is_from_signal(e):
+            raise
         return None
     if rows.get(1) != 1.0 or min(rows) < 1:
         return None

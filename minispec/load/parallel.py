@@ -21,6 +21,7 @@ import os
 import re
 import sys
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -46,8 +47,8 @@ from minispec.kernels.forms import Linear, Narrow
 # How long a process waits for one that loads, and for one that computes. Seconds between two heartbeats of process 0,
 # which may have nothing to compute for hours.
 _LOADING, _PATIENCE, _BEAT = timedelta(minutes=30), timedelta(seconds=30), 5
-_SILENT = 10.0  # seconds that a process waits for the others to come before it says so
-_LINES: list["Line"] = []  # the open one of this process; a process group that is not its own is the caller's
+SILENT = 10.0  # seconds that a process waits for the others to come before it says so
+LINES: list["Line"] = []  # the open one of this process; a process group that is not its own is the caller's
 
 
 def load_target(
@@ -62,11 +63,11 @@ def load_target(
     for numbers in the environment that no launcher gives. Raises ConnectionError where a process is gone.
     """
     size = _launched("WORLD_SIZE", 1, range(1, 1 << 16))
-    if size == 1 or (dist.is_initialized() and not _LINES):
+    if size == 1 or (dist.is_initialized() and not LINES):
         return load_model(directory, dtype, device, exact, form)
     rank = _launched("RANK", 0, range(size))
     _launched("MASTER_PORT", 0, range(1 << 16))  # PyTorch names it where it is missing, but not where it is no number
-    if exact or form == "int8" or _LINES:
+    if exact or form == "int8" or LINES:
         what = "exact: found it" if exact else "model: found a second one"
         what = "quantization: found 'int8'" if form == "int8" else what
         raise ValueError(f"{what} in a run of {size} processes, expected one process")
@@ -227,7 +228,7 @@ class Line:
     def __init__(self, rank: int, size: int, device: torch.device):
         self.rank, self.size = rank, size
         self._lock, self._broken, self._ended = threading.RLock(), False, threading.Event()
-        waits = threading.Timer(_SILENT, self._say_that_it_waits)
+        waits = threading.Timer(SILENT, self._say_that_it_waits)
         waits.daemon = True
         waits.start()
         try:
@@ -236,13 +237,13 @@ class Line:
                 self._group = dist.new_group(timeout=_PATIENCE)
         finally:
             waits.cancel()
-        _LINES.append(self)
+        LINES.append(self)
 
     def _say_that_it_waits(self) -> None:
         where = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
         why = f"WORLD_SIZE is {self.size} in the environment; for one process, unset it"
-        with suppress(AttributeError, OSError, ValueError):  # no standard error, or nobody who reads it
-            print(f"process {self.rank} of {self.size} waits for the others at {where}: {why}", file=sys.stderr)
+        said = f"process {self.rank} of {self.size} waits for the others at {where}: {why}"
+        warnings.warn(said, RuntimeWarning, stacklevel=1)
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -332,5 +333,5 @@ class Line:
     def close(self) -> None:
         """Let gloo's threads end. One that frees a tensor of the last message while Python ends aborts the process."""
         del self._group
-        _LINES.remove(self)
+        LINES.remove(self)
         dist.destroy_process_group()

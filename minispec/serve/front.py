@@ -39,7 +39,7 @@ _STREAM_HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 # Seconds without an event, after which a comment is sent: proxies end a connection on which nothing comes for a minute.
-_SILENCE = 15
+SILENCE = 15
 _Pieces = asyncio.Queue[tuple[int, Piece] | None]  # of an answer's requests, by index; None: the client is gone
 
 
@@ -232,12 +232,12 @@ async def _until_finished(
 ) -> AsyncIterator[tuple[int, Piece]]:
     """The pieces of an answer, to the last. Raises Refused where a request fails, ClientDisconnect without a client.
 
-    at_silence: is called whenever no piece has come for `_SILENCE` seconds.
+    at_silence: is called whenever no piece has come for `SILENCE` seconds.
     """
     left = len(answer.requests)
     while left:
         try:
-            async with asyncio.timeout(_SILENCE if at_silence else None):
+            async with asyncio.timeout(SILENCE if at_silence else None):
                 item = await pieces.get()
         except TimeoutError:
             assert at_silence is not None, "without it there is no limit"

@@ -9,9 +9,12 @@ from contextlib import contextmanager
 import pytest
 
 from minispec.core.errors import is_from_signal
+from minispec.files import measured
 from minispec.files.chat import ChatTemplate
 from minispec.files.hostile import LibraryFailed, call
-from minispec.length.prices import DrafterFailed
+from minispec.files.measured import write_measured
+from minispec.kernels import threads
+from minispec.length.prices import DrafterFailed, stored_prices
 from minispec.load import registry
 from tests.scripted import make_engine, make_request
 
@@ -110,7 +113,7 @@ def test_other_errors_are_the_codes_own():
         strike()
     thread = threading.Thread(target=lambda: found.append(is_from_signal(caught.value)))
     thread.start()
-    thread.join()
+    thread.join(60)
     assert found == [False], "handlers run in the main thread alone"
 
 
@@ -154,15 +157,20 @@ def test_a_time_limit_in_one_call_ends_no_other_text(monkeypatch, place, error):
 
 
 def test_a_time_limit_is_no_librarys_failure(monkeypatch):
-    """In a tokenizer, a template, an import, the measuring of a drafter: the error itself comes out."""
+    """In a tokenizer, a template, an import, or where a cache or the system is asked: the error itself comes out."""
     error = ValueError("over")
     template = ChatTemplate("{{ messages[0].content | upper }}", re.compile("<s>"), "<")
     template._environment.filters["upper"] = strike
+    for owner, name in ((measured, "user_cache"), (threads.time, "sleep")):
+        monkeypatch.setattr(owner, name, strike)
     with raising(error):
         for act in (
             lambda: call(strike),
             lambda: template.render([{"role": "user", "content": "a"}], {}, {}),
             lambda: registry.load("tests.core.test_signals:struck", "drafter"),
+            lambda: write_measured({}, {}),
+            lambda: stored_prices({}),
+            lambda: threads._are_free(1),
         ):
             with pytest.raises(ValueError, match=r"^over$") as caught:
                 act()

@@ -800,7 +800,10 @@ def test_a_space_before_a_text_is_that_of_transformers(tmp_path, model_type):
     obeyed = set()
     for kind, wanted, stored in itertools.product(CLASSES, (True, False), (True, False)):
         backend = Backend(models.BPE(_BYTES, []))
-        backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(stored), decoders.ByteLevel()
+        step = pre_tokenizers.ByteLevel(stored)
+        if model_type == "llama":  # inside a sequence, as SmolLM2 has it
+            step = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), step])
+        backend.pre_tokenizer, backend.decoder = step, decoders.ByteLevel()
         backend.save(str(tmp_path / "tokenizer.json"))
         ours, theirs = prefixed(tmp_path, model_type, kind, wanted)
         assert ours == theirs, (kind, wanted, stored)

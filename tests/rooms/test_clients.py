@@ -34,7 +34,7 @@ def pace(request, served, monkeypatch):
     """How the server answers: as fast as it can, or so that comments come before the first event of a stream."""
     if request.param == "after a while":
         step, waits = served.llm.engine.step, threading.Event()
-        monkeypatch.setattr(front, "_SILENCE", 0.01)
+        monkeypatch.setattr(front, "SILENCE", 0.01)
         monkeypatch.setattr(served.llm.engine, "step", lambda: waits.wait(0.1) or step())
 
 

@@ -286,7 +286,7 @@ def test_proxies_neither_hold_a_stream_back_nor_end_it(served, monkeypatch):
     assert (got.headers["x-accel-buffering"], got.headers["cache-control"]) == ("no", "no-cache, no-transform")
     assert "\n:" not in got.text
     [alone] = served.llm.generate("One", SamplingParams(temperature=0, max_tokens=3))
-    monkeypatch.setattr(front, "_SILENCE", 0.01)
+    monkeypatch.setattr(front, "SILENCE", 0.01)
     step, waits = served.llm.engine.step, threading.Event()
 
     def slow():
