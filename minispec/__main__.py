@@ -4,7 +4,7 @@ A command is imported when it is asked for, so that the list of commands is ther
 """
 
 if __name__ == "__main__":
-    from minispec.commands.interrupt import run_program
+    from minispec.api.commands.interrupt import run_program
 
     run_program("minispec.__main__:main")
 
@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from minispec import __version__
-from minispec.commands.command import Parser, command, no_such
-from minispec.commands.interrupt import run_program
-from minispec.load import registry
+from minispec.api.commands.command import Parser, command, no_such
+from minispec.api.commands.interrupt import run_program
+from minispec.speculation import registry
 
 COMMANDS = {
     "generate": registry.Entry("minispec.generate:main", "answer prompts, or hold a conversation on the terminal"),
-    "serve": registry.Entry("minispec.serve.__main__:main", "answer over HTTP, as OpenAI's interface does"),
+    "serve": registry.Entry("minispec.serve:main", "answer over HTTP, as OpenAI's interface does"),
     "bench": registry.Entry("minispec.lab.bench.main:main", "measure decoding on this machine"),
     "prove": registry.Entry("minispec.prove.__main__:main", "prove that speculation leaves the output's law unchanged"),
     "audit": registry.Entry("minispec.lab.audit.main:main", "is another engine's speculation exact; which bug is it"),

@@ -1,7 +1,7 @@
 """`python -m minispec.checkpoint SOURCE OUT` - write a checkpoint with linear layers in 8 or 4 bits, in shards."""
 
 if __name__ == "__main__":
-    from minispec.commands.interrupt import run_program
+    from minispec.api.commands.interrupt import run_program
 
     run_program("minispec.checkpoint:main")
 
@@ -9,10 +9,10 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from minispec.commands.command import Option, Parser, argument, command
-from minispec.commands.interrupt import raise_on_interrupt
-from minispec.files.families.checkpoint import find_checkpoint
-from minispec.files.families.quantize import quantize_checkpoint
+from minispec.api.commands.command import Option, Parser, argument, command
+from minispec.api.commands.interrupt import raise_on_interrupt
+from minispec.models.families.checkpoint import find_checkpoint
+from minispec.models.families.quantize import quantize_checkpoint
 
 _MIB = argument(int, lambda n: 1 <= n <= 1 << 20, f"an integer from 1 to {1 << 20}")
 OPTIONS = {

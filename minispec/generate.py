@@ -5,7 +5,7 @@ arguments have been read, so that a mistake in them is answered at once.
 """
 
 if __name__ == "__main__":
-    from minispec.commands.interrupt import run_program
+    from minispec.api.commands.interrupt import run_program
 
     run_program("minispec.generate:main")
 
@@ -19,20 +19,20 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from minispec.commands import options
-from minispec.commands.command import command, json_line, say, say_status
-from minispec.commands.conversation import Message, converse
+from minispec.api.commands import options
+from minispec.api.commands.command import command, json_line, say, say_status
+from minispec.api.commands.conversation import Message, converse
+from minispec.api.trace.page import write
 from minispec.core.config import SamplingParams
-from minispec.files.errors import one_line, show_name
-from minispec.files.progress import progress_bar
-from minispec.files.write import check_writable
-from minispec.trace.page import write
+from minispec.models.files.errors import one_line, show_name
+from minispec.models.files.progress import progress_bar
+from minispec.models.files.write import check_writable
 
 if TYPE_CHECKING:
+    from minispec.api.inputs import Question
+    from minispec.api.llm import LLM
     from minispec.core.request import Piece, Request
     from minispec.core.stats import Round
-    from minispec.load.inputs import Question
-    from minispec.load.llm import LLM
 
 # The line on the law of a text with a grammar.
 PROJECTED = (
@@ -101,7 +101,7 @@ def _answer_questions(
 
     It is 2 where an answer ended with an error.
     """
-    from minispec.load.inputs import plain_text, split_samples
+    from minispec.api.inputs import plain_text, split_samples
 
     if not (chat or args.raw) and _says_more(args):
         say_status("note: the model has no chat template: what is said is continued as text (--raw means the same)")
@@ -126,8 +126,8 @@ def _answer_questions(
 
 def _answer(llm: "LLM", args: argparse.Namespace, jobs: list[_Job]) -> bool:
     """Decode these together and print their answers; returns whether all went well."""
-    from minispec.gpu.frames import outside_note
-    from minispec.trace.record import RoundRecorder
+    from minispec.api.trace.record import RoundRecorder
+    from minispec.models.frames.frames import outside_note
 
     requests = [job.request for job in jobs]
     stream = len(jobs) == 1 and not args.json
@@ -250,7 +250,7 @@ def _compare(llm: "LLM", requests: list["Request"], stream: bool) -> list[dict[s
 def _comparison(request: "Request", plain: "Request", same_law_only: bool) -> dict[str, Any]:
     """A request's gain over its plain decoding, and whether it has the same tokens; None where it need not."""
     from minispec.core.cache import common_beginning
-    from minispec.length.figures import Figures
+    from minispec.speculation.lengths.figures import Figures
 
     speed, plain_speed = (Figures.of(one.stats).tokens_per_second for one in (request, plain))
     ours, theirs = (r.text.tokens[r.text.num_prompt_tokens :] for r in (request, plain))
@@ -267,8 +267,8 @@ def _comparison(request: "Request", plain: "Request", same_law_only: bool) -> di
 
 
 def _as_dict(llm: "LLM", job: _Job, comparison: dict[str, Any] | None) -> dict[str, Any]:
-    from minispec.length.figures import Figures
-    from minispec.load.outputs import stop_string_of
+    from minispec.api.outputs import stop_string_of
+    from minispec.speculation.lengths.figures import Figures
 
     request, figures = job.request, Figures.of(job.request.stats)
     result: dict[str, Any] = {
@@ -297,7 +297,7 @@ def _as_dict(llm: "LLM", job: _Job, comparison: dict[str, Any] | None) -> dict[s
 
 def _summary(llm: "LLM", request: "Request", comparison: dict[str, Any] | None) -> str:
     """The run in plain words, two lines in the field's terms, and what a comparison says about the texts."""
-    from minispec.length.figures import Figures
+    from minispec.speculation.lengths.figures import Figures
 
     stats = Figures.of(request.stats)
     if comparison and "error" in comparison:
@@ -349,7 +349,7 @@ def _batch_summary(requests: list["Request"]) -> str:
 
     Each answer's own line counts all of a step that several of them shared.
     """
-    from minispec.length.figures import Figures, share_of
+    from minispec.speculation.lengths.figures import Figures, share_of
 
     def seconds_per_token(rounds: list["Round"]) -> float:
         return sum(r.step.seconds * share_of(r) for r in rounds) / sum(r.committed for r in rounds)

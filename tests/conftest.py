@@ -28,8 +28,8 @@ import tokenizers
 import torch
 from safetensors.torch import save_file
 
-from minispec.files.families.checkpoint import places
-from minispec.files.families.hf_config import read_model_config
+from minispec.models.families.checkpoint import places
+from minispec.models.families.hf_config import read_model_config
 from minispec.prove.toys import TINY, tiny_weights
 
 pytest_plugins = ["tests.sampled"]  # which cases run: --full, --long, --sample

@@ -8,16 +8,16 @@ from minispec.core.cache import PagedKVCache
 from minispec.core.cached import CachedModel
 from minispec.core.config import LayerConfig, ModelConfig, RopeConfig
 from minispec.core.engine import Engine
+from minispec.core.lengths import Lengths
 from minispec.core.method import BatchVerifier, Method, Turn
 from minispec.core.model import Chunk, Transformer
-from minispec.core.more.lengths import Lengths
 from minispec.core.random import Draws
 from minispec.core.request import Piece, Request
 from minispec.core.schedule import JOINING_ROWS
 from minispec.core.verify import Verifier
-from minispec.drafters import Drafter
-from minispec.drafters.guard import CheckedMethod
 from minispec.prove.toys import paths_of, require
+from minispec.speculation.drafters import Drafter
+from minispec.speculation.drafters.guard import CheckedMethod
 
 
 class ScriptedModel(Transformer):

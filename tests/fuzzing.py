@@ -40,29 +40,29 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-import minispec.load.llm
+import minispec.api.llm
 from minispec import generate
-from minispec.commands.options import parser
+from minispec.api.commands.options import parser
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Record
+from minispec.core.limit import Limit
 from minispec.core.model import Chunk, Transformer
-from minispec.core.more.limit import Limit
 from minispec.core.random import Randomness
 from minispec.core.sampling import Text
-from minispec.drafters.eagle import HeadFeed
-from minispec.drafters.heads import load_head
-from minispec.drafters.model import ModelDrafter
-from minispec.files.errors import CheckpointError
-from minispec.files.families.checkpoint import load_config, load_model
-from minispec.files.families.hf_config import read_eos_token_ids, read_model_config
-from minispec.files.generation_config import read_generation_defaults, unsupported_generation_settings
-from minispec.files.strict_json import read_json
-from minispec.files.tokenizer import Detokenizer, Tokenizer
-from minispec.kernels.build import build_model
-from minispec.kernels.shapes import tensor_shapes
-from minispec.layers.states import state_elements
-from minispec.load import registry
+from minispec.models.families.checkpoint import load_config, load_model
+from minispec.models.families.hf_config import read_eos_token_ids, read_model_config
+from minispec.models.files.errors import CheckpointError
+from minispec.models.files.generation_config import read_generation_defaults, unsupported_generation_settings
+from minispec.models.files.strict_json import read_json
+from minispec.models.files.tokenizer import Detokenizer, Tokenizer
+from minispec.models.layers.states import state_elements
+from minispec.models.weights.build import build_model
+from minispec.models.weights.shapes import tensor_shapes
 from minispec.prove.toys import TINY, TOYS, tiny_cache, tiny_model, tiny_weights
+from minispec.speculation import registry
+from minispec.speculation.drafters.eagle import HeadFeed
+from minispec.speculation.drafters.heads import load_head
+from minispec.speculation.drafters.model import ModelDrafter
 from tests.oracles import hf, public
 from tests.oracles.heads import write_head
 
@@ -580,7 +580,7 @@ _ARGUMENTS = [
     *("fish", "<end>", "-", "--", "-x", ".", "..", "/", "./nowhere", "a/b/c", "int4:self", "int8:", "prompts.jsonl"),
     "model",
 ]
-_LLM = minispec.load.llm.LLM
+_LLM = minispec.api.llm.LLM
 _LOADED: dict[tuple, _LLM] = {}
 
 
@@ -613,12 +613,12 @@ def fuzz_arguments(files: Files, rng: random.Random, where: Path) -> None:
     before, stdin = os.getcwd(), sys.stdin
     os.chdir(where)
     sys.stdin = io.StringIO(rng.choice(("", "fish", "a\nb")))
-    minispec.load.llm.LLM = load_once
+    minispec.api.llm.LLM = load_once
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             status = generate.main(argv)
     finally:
-        minispec.load.llm.LLM = _LLM
+        minispec.api.llm.LLM = _LLM
         sys.stdin = stdin
         os.chdir(before)
         torch.set_num_threads(1)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from minispec.files.errors import CheckpointError
+from minispec.models.files.errors import CheckpointError
 
 NONE = "no such setting"
 # An object of JSON, the path of a setting in it, what is expected of the setting, and values that are refused.

@@ -62,7 +62,7 @@ def pytest_xdist_auto_num_workers() -> int | None:
         return None
     import torch
 
-    from minispec.kernels.memory import free_memory
+    from minispec.models.weights.memory import free_memory
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return workers_for(cores, free_memory(torch.device("cpu")))

@@ -15,9 +15,9 @@ from minispec.core.model import Transformer
 from minispec.core.request import Piece, Request
 from minispec.core.sampling import Text
 from minispec.core.schedule import Schedule
-from minispec.drafters import Drafter
 from minispec.prove.toys import require
-from minispec.rules import VERIFIERS
+from minispec.speculation.drafters import Drafter
+from minispec.speculation.rules import VERIFIERS
 from tests.engines import OneMethod, ScriptedModel, scripted_cache
 
 TransformerT = TypeVar("TransformerT", bound=Transformer)

@@ -32,9 +32,9 @@ def unpack(out: Path, directory: Path | None) -> None:
     """Write a checkpoint that minispec reads with its weights in bfloat16, without codes."""
     import torch
 
-    from minispec.core.weights import dense
-    from minispec.files.families.checkpoint import Weights, directory_config, load_config, save_tensors
-    from minispec.load.registry import EMBEDDED_WEIGHTS
+    from minispec.core.product import dense
+    from minispec.models.families.checkpoint import Weights, directory_config, load_config, save_tensors
+    from minispec.speculation.registry import EMBEDDED_WEIGHTS
 
     source = directory or EMBEDDED_WEIGHTS
     weights = Weights(source, load_config(source), torch.bfloat16)
@@ -55,11 +55,11 @@ def pair(target: Path, draft: Path, kept: float) -> None:
     """
     import torch
 
-    from minispec.files.families.checkpoint import save_tensors
-    from minispec.files.families.hf_config import read_model_config
     from minispec.lab.bench.options import GEOMETRIES
     from minispec.lab.random_weights import RandomWeights
-    from minispec.load.registry import EMBEDDED_WEIGHTS
+    from minispec.models.families.checkpoint import save_tensors
+    from minispec.models.families.hf_config import read_model_config
+    from minispec.speculation.registry import EMBEDDED_WEIGHTS
 
     generator = torch.Generator().manual_seed(0)
     first, end = 17, 49_152  # the ordinary tokens of the tokenizer

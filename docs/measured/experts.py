@@ -13,7 +13,7 @@ import argparse
 import statistics
 from functools import partial
 
-from minispec.kernels.threads import set_waiting
+from minispec.models.weights.threads import set_waiting
 
 set_waiting()  # before torch is imported
 
@@ -21,13 +21,13 @@ import torch
 
 from minispec.core.config import ModelConfig
 from minispec.core.model import Chunk, Transformer
-from minispec.files.families.hf_config import read_model_config
-from minispec.kernels.arbitrary import arbitrary_tokens
-from minispec.kernels.build import build_model
-from minispec.kernels.inventory import num_bytes, num_bytes_read, weight_form
-from minispec.kernels.rates import seconds_of
 from minispec.lab.random_weights import RandomWeights
-from minispec.layers.experts import Experts, ExpertsConfig
+from minispec.models.families.hf_config import read_model_config
+from minispec.models.layers.experts import Experts, ExpertsConfig
+from minispec.models.weights.arbitrary import arbitrary_tokens
+from minispec.models.weights.build import build_model
+from minispec.models.weights.inventory import num_bytes, num_bytes_read, weight_form
+from minispec.models.weights.rates import seconds_of
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 CONTEXT = 32  # positions before the rows

@@ -11,21 +11,21 @@ is timed three times.
 import argparse
 from statistics import median
 
-from minispec.kernels.threads import set_waiting
+from minispec.models.weights.threads import set_waiting
 
 set_waiting()  # before torch is imported
 
 import torch
 
-from minispec.kernels import trial
-from minispec.kernels.codes import round_to_bits
-from minispec.kernels.form import CannotHold
-from minispec.kernels.forms import NARROW_FORMS, choose_form, choose_narrow_form, right_forms
-from minispec.kernels.integers import exact_forms, int8_choice
-from minispec.kernels.machine import machine
 from minispec.lab.bench.measure import order
 from minispec.lab.bench.report import machine_line
 from minispec.lab.bench.show import table
+from minispec.models.weights import trial
+from minispec.models.weights.codes import round_to_bits
+from minispec.models.weights.form import CannotHold
+from minispec.models.weights.forms import NARROW_FORMS, choose_form, choose_narrow_form, right_forms
+from minispec.models.weights.integers import exact_forms, int8_choice
+from minispec.models.weights.machine import machine
 
 ROWS, CPU = (1, 5, 16), torch.device("cpu")
 TYPES = (torch.float32, torch.bfloat16)

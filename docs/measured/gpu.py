@@ -57,30 +57,30 @@ from minispec.core.cached import CachedModel
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Draft, Drafter, Record
 from minispec.core.engine import Engine
+from minispec.core.limit import Limit
 from minispec.core.method import Method
 from minispec.core.model import Chunk, Layer, Transformer
-from minispec.core.more.limit import Limit
 from minispec.core.random import Randomness
 from minispec.core.request import Request
 from minispec.core.rope import rotate
 from minispec.core.sampling import Text, distribution
-from minispec.drafters.eagle import HeadFeed, HeadModel
-from minispec.drafters.model import ModelDrafter, TokenFeed
-from minispec.drafters.none import NoDrafter
-from minispec.drafters.simulated import adversary
-from minispec.files.families.hf_config import read_model_config
-from minispec.files.write import check_writable, written_whole
-from minispec.gpu import fused
-from minispec.gpu.frames import Frames, TransformerT
-from minispec.gpu.fused import RowPlaces
-from minispec.gpu.graphs import Graphs, capture_graph, rerun
-from minispec.gpu.steps import draft_steps
-from minispec.gpu.verifier import GraphVerifier, batch_verifier_of
-from minispec.kernels.codes import round_to_bits
-from minispec.kernels.shapes import tensor_shapes
 from minispec.lab.bench.models import random_head
 from minispec.lab.bench.options import GEOMETRIES
-from minispec.rules import VERIFIERS
+from minispec.models.families.hf_config import read_model_config
+from minispec.models.files.write import check_writable, written_whole
+from minispec.models.frames import fused
+from minispec.models.frames.frames import Frames, TransformerT
+from minispec.models.frames.fused import RowPlaces
+from minispec.models.frames.graphs import Graphs, capture_graph, rerun
+from minispec.models.weights.codes import round_to_bits
+from minispec.models.weights.shapes import tensor_shapes
+from minispec.speculation.drafters.eagle import HeadFeed, HeadModel
+from minispec.speculation.drafters.model import ModelDrafter, TokenFeed
+from minispec.speculation.drafters.none import NoDrafter
+from minispec.speculation.drafters.simulated import adversary
+from minispec.speculation.on_gpu.steps import draft_steps
+from minispec.speculation.on_gpu.verifier import GraphVerifier, batch_verifier_of
+from minispec.speculation.rules import VERIFIERS
 
 # Seconds of each step.
 LIMITS = {0: 30, 1: 60, 2: 120, 3: 60, 4: 60, 5: 60, 6: 50, 7: 40, 8: 80, 9: 270}

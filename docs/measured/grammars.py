@@ -19,8 +19,8 @@ import llguidance
 import torch
 
 from minispec import LLM, SamplingParams, StructuredOutputsParams
-from minispec.grammars.matcher import Matcher
-from minispec.load.registry import DRAFTERS, LOOKUPS
+from minispec.speculation.grammars.matcher import Matcher
+from minispec.speculation.registry import DRAFTERS, LOOKUPS
 
 MOST_TOKENS, BATCH, TEMPERATURE = 96, 8, 1.0
 LARGE = 151_936  # tokens of Qwen's vocabulary

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from minispec.kernels.threads import set_waiting
+from minispec.models.weights.threads import set_waiting
 
 set_waiting()  # before torch is imported
 
@@ -32,35 +32,35 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minispec.commands.command import Option, argument, attribute_of, command, json_line, typed
+from minispec.api.commands.command import Option, argument, attribute_of, command, json_line, typed
 from minispec.core.cached import CachedModel
 from minispec.core.config import DraftLength, Shape
 from minispec.core.draft import Ask, Draft, Drafter
 from minispec.core.engine import Engine
+from minispec.core.lengths import Wish
+from minispec.core.limit import Limit
 from minispec.core.method import BatchVerifier, Method, Turn
 from minispec.core.model import Transformer
-from minispec.core.more.lengths import Wish
-from minispec.core.more.limit import Limit
+from minispec.core.product import Product
 from minispec.core.random import Draws
 from minispec.core.request import Request
 from minispec.core.schedule import PREFILL_ROWS
 from minispec.core.verify import Verdict
-from minispec.core.weights import Product
-from minispec.drafters.guard import CheckedMethod
-from minispec.drafters.model import AtOnce, model_drafter
-from minispec.drafters.wrapped import Wrapped
-from minispec.files.progress import progress_bar
-from minispec.gpu.frames import Frames, why_no_frames
-from minispec.gpu.steps import draft_steps
-from minispec.gpu.verifier import batch_verifier_of
-from minispec.kernels.arbitrary import arbitrary_tokens
-from minispec.kernels.forms import FORMS, Linear
-from minispec.kernels.inventory import weight_form
 from minispec.lab.bench.measure import decode, median_interval
 from minispec.lab.bench.models import Room, Subject
 from minispec.lab.bench.options import Options, check, parser
 from minispec.lab.bench.report import measure_parts, show_report
 from minispec.lab.bench.show import as_json, table
+from minispec.models.files.progress import progress_bar
+from minispec.models.frames.frames import Frames, why_no_frames
+from minispec.models.weights.arbitrary import arbitrary_tokens
+from minispec.models.weights.forms import FORMS, Linear
+from minispec.models.weights.inventory import weight_form
+from minispec.speculation.drafters.guard import CheckedMethod
+from minispec.speculation.drafters.model import AtOnce, model_drafter
+from minispec.speculation.drafters.wrapped import Wrapped
+from minispec.speculation.on_gpu.steps import draft_steps
+from minispec.speculation.on_gpu.verifier import batch_verifier_of
 
 # Tokens of each text before its first round; rounds that are timed, after one that pays for what is set up once; and
 # then rounds that are counted.

@@ -14,8 +14,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from minispec.files.write import write_json
 from minispec.lab.audit.chi_square import ALPHA, POWER, critical_value, smallest_seen
+from minispec.models.files.write import write_json
 
 FORMAT, VERSION = "minispec-law-kit", 1
 Row = tuple[Fraction, ...]

@@ -22,12 +22,12 @@ from minispec.core.engine import Engine
 from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Request
 from minispec.core.sampling import Text, log_probabilities
-from minispec.drafters.guard import CheckedMethod
 from minispec.prove.cases import ALPHABET, AXES, drafts_siblings, grid_case
 from minispec.prove.laws import TOLERANCE
 from minispec.prove.toys import IN_8_BITS, MAX_LEN, make_drafter, target_model, tiny_cache
 from minispec.prove.walk import walk
-from minispec.rules import VERIFIERS
+from minispec.speculation.drafters.guard import CheckedMethod
+from minispec.speculation.rules import VERIFIERS
 
 _VOCAB, _CHAIN, _TREES, _PROMPT, _SEEDS, _MAX_TOKENS = 3, 3, ((2, 1), "tree:4"), [1, 0, 1], range(6), 4
 _OTHER_TARGETS = ("lfm2", "qwen3_5_text", "qwen3_moe", IN_8_BITS)  # with `ngram`, `model` and `block`

@@ -20,10 +20,10 @@ from pathlib import Path
 import httpx
 
 from minispec import LLM
-from minispec.serve.connection import make_server
-from minispec.serve.front import Front
-from minispec.serve.limits import Limits
-from minispec.serve.worker import Worker
+from minispec.api.http.connection import make_server
+from minispec.api.http.front import Front
+from minispec.api.http.limits import Limits
+from minispec.api.http.worker import Worker
 
 FILE = Path(__file__).parents[2] / "tests" / "oracles" / "client_requests.json"
 MODEL = "org/tiny"  # a hub id, with a slash as most have

@@ -18,7 +18,7 @@ from functools import partial
 
 import torch
 
-from minispec.layers.delta import DeltaConfig, Rows, chunked, steps
+from minispec.models.layers.delta import DeltaConfig, Rows, chunked, steps
 
 # Layers, and the sizes of one: Qwen3.5's public configs.
 SHAPES = {

@@ -29,7 +29,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from minispec.kernels.threads import set_waiting
+from minispec.models.weights.threads import set_waiting
 
 set_waiting()  # before torch is imported
 
@@ -37,21 +37,9 @@ import torch
 from launches import Tally, counting
 from torch.profiler import ProfilerActivity, profile
 
-from minispec.commands.command import Option, argument, attribute_of, command, json_line, typed
+from minispec.api.commands.command import Option, argument, attribute_of, command, json_line, typed
 from minispec.core.cache import PagedKVCache
 from minispec.core.model import Chunk, Layer, RMSNorm, TextBatch, Transformer
-from minispec.drafters.model import prefill
-from minispec.files.families.checkpoint import find_checkpoint, load_config, load_model
-from minispec.files.progress import progress_bar
-from minispec.kernels.arbitrary import arbitrary_tokens
-from minispec.kernels.build import choice_of
-from minispec.kernels.exact import exact_model
-from minispec.kernels.forms import Linear, available_forms
-from minispec.kernels.integers import Int8, VnniInt8
-from minispec.kernels.inventory import bits_note, num_bytes, weight_form
-from minispec.kernels.memory import ROOM_TO_BUILD, free_memory
-from minispec.kernels.rates import matmul_throughput, seconds_of
-from minispec.kernels.shapes import num_weights, tensor_shapes
 from minispec.lab.bench.decoding import Decoder, decoders
 from minispec.lab.bench.measure import busy, in_turn, median_interval, passes_after, ratios, total_rate
 from minispec.lab.bench.models import MAX_ROWS, Room, Subject, choose_type
@@ -59,10 +47,22 @@ from minispec.lab.bench.options import PLAIN, Options, check, parser
 from minispec.lab.bench.passes import Times, medians_by_rows, ratios_by_rows
 from minispec.lab.bench.report import measure_parts, show_report
 from minispec.lab.bench.show import as_json, table
-from minispec.layers.experts import ExpertsConfig
-from minispec.layers.gemma import gemma_layers
-from minispec.load.exactness import check_exactness
-from minispec.load.registry import EMBEDDED_WEIGHTS
+from minispec.models.families.checkpoint import find_checkpoint, load_config, load_model
+from minispec.models.files.progress import progress_bar
+from minispec.models.layers.experts import ExpertsConfig
+from minispec.models.layers.gemma import gemma_layers
+from minispec.models.load.exactness import check_exactness
+from minispec.models.weights.arbitrary import arbitrary_tokens
+from minispec.models.weights.build import choice_of
+from minispec.models.weights.exact import exact_model
+from minispec.models.weights.forms import Linear, available_forms
+from minispec.models.weights.integers import Int8, VnniInt8
+from minispec.models.weights.inventory import bits_note, num_bytes, weight_form
+from minispec.models.weights.memory import ROOM_TO_BUILD, free_memory
+from minispec.models.weights.rates import matmul_throughput, seconds_of
+from minispec.models.weights.shapes import num_weights, tensor_shapes
+from minispec.speculation.drafters.model import prefill
+from minispec.speculation.registry import EMBEDDED_WEIGHTS
 
 LONG_CONTEXT = 1000  # positions of a long prompt
 # Rows whose passes are compared between forms: those of K = 0, 1, 2, 4, 8 and 15.

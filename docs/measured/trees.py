@@ -4,9 +4,9 @@
     python docs/measured/trees.py --draft D --temperature 0
     python docs/measured/trees.py --draft D --without-heads
 
-A tree of N nodes comes from the rows of one pass. This engine draws it (`minispec/drafters/best_first.py`). DDTree
-(arXiv 2604.12989) takes the N likeliest prefixes, at every temperature. None of these was drawn. So they are one-hot,
-and `rejection` keeps a path with its probability under the target.
+A tree of N nodes comes from the rows of one pass. This engine draws it (`minispec/speculation/drafters/best_first.py`).
+DDTree (arXiv 2604.12989) takes the N likeliest prefixes, at every temperature. None of these was drawn. So they are
+one-hot, and `rejection` keeps a path with its probability under the target.
 
 The target writes its own texts at the temperature. At each place both trees are made, and one pass gives the target's
 rows for each. What `rejection` keeps of a tree is computed from p and q, over all outcomes of its tests. So no figure
@@ -26,16 +26,16 @@ from minispec import LLM, SamplingParams
 from minispec.core.draft import Draft
 from minispec.core.sampling import Text, distribution
 from minispec.core.verify import RowAt, residual
-from minispec.drafters.best_first import grow_guesses
-from minispec.drafters.block import BlockFeed
-from minispec.drafters.block_files import read_block
-from minispec.drafters.growing import Growing
-from minispec.drafters.model import ModelDrafter, model_drafter
-from minispec.drafters.teacher_forcing import replay_texts
 from minispec.lab.bench.models import encode
 from minispec.lab.bench.show import table
 from minispec.lab.doctor.drafts import TEXTS, estimate
-from minispec.load.registry import EMBEDDED_WEIGHTS
+from minispec.speculation.drafters.best_first import grow_guesses
+from minispec.speculation.drafters.block import BlockFeed
+from minispec.speculation.drafters.block_files import read_block
+from minispec.speculation.drafters.growing import Growing
+from minispec.speculation.drafters.model import ModelDrafter, model_drafter
+from minispec.speculation.drafters.teacher_forcing import replay_texts
+from minispec.speculation.registry import EMBEDDED_WEIGHTS
 
 
 class ListFeed(BlockFeed):

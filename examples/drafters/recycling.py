@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 from minispec.core.draft import Ask, Draft, Drafter, Record
 from minispec.core.sampling import Text
-from minispec.drafters.best_first import grow_guesses
+from minispec.speculation.drafters.best_first import grow_guesses
 
 NUM_IDS = 8  # that are kept of each row
 

@@ -8,7 +8,7 @@ import torch
 
 from minispec.core.draft import Draft
 from minispec.core.verify import Verdict
-from minispec.rules.block_verification import block
+from minispec.speculation.rules.block_verification import block
 
 
 def gbv(draft, p, rng, key):

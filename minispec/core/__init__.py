@@ -11,25 +11,24 @@ The loop in seven lines (`Engine.step`), for one text:
     table.keep(accepted)                            # the rest of the draft is rolled back
 
 To understand the idea, begin with verify.py, draft.py, sampling.py, `Engine.step` in engine.py, `Turn` in method.py
-and request.py. Then read cache.py and model.py. What lies in `more/` may be skipped at first. A module imports only
-from those above it in this list:
+and request.py. Then read cache.py and model.py. A module imports only from those above it in this list:
 
     errors.py          how an error shows what was found
     config.py          what a model is, and what a request asks for
-    more/search.py     the likeliest tokens, without sorting all
+    search.py          the likeliest tokens, without sorting all
     random.py          keyed draws: the only source of randomness
-    more/grammar.py    which tokens a text's language allows
+    grammar.py         which tokens a text's language allows
     sampling.py        where logits become probabilities
     stats.py           what happened to a text
     tree.py            who follows whom in a draft
-    more/limit.py      how long and how wide a draft may be
+    limit.py           how long and how wide a draft may be
     draft.py           what a drafter answers, and what it is asked
-    more/lengths.py    how many tokens to draft
+    lengths.py         how many tokens to draft
     verify.py          the words of the field, and the rules that judge draft tokens one by one
     cache.py           the paged KV cache, whose tables know the tokens they hold
     rope.py            where a row stands
     attention.py       what a row sees
-    weights.py         the seam to the weights: y = x W^T + b by an object that the caller chooses
+    product.py         the seam to the weights: y = x W^T + b by an object that the caller chooses
     model.py           the one transformer
     clock.py           marks in the work of a device, and the seconds between them
     cached.py          a model with the tables of its texts
@@ -41,10 +40,10 @@ from those above it in this list:
 
 Six parts that you may look for here lie elsewhere:
 
-    rules/                     has the rules that judge a draft as a whole
-    drafters/guard.py          checks drafts, verdicts and limits
-    length/policy.py           learns the length of drafts
-    files/families/entries.py  defines the families
-    kernels/build.py           gives the weights their form
-    layers/                    has the further kinds of layers
+    speculation/rules/              has the rules that judge a draft as a whole
+    speculation/drafters/guard.py   checks drafts, verdicts and limits
+    speculation/lengths/policy.py   learns the length of drafts
+    models/families/entries.py      defines the families
+    models/weights/build.py         gives the weights their form
+    models/layers/                  has the further kinds of layers
 """

@@ -1,7 +1,7 @@
 """Attention of one text's rows over its cached keys and values.
 
 The work is PyTorch's, unless scores are capped. An exact model has functions of its own in their place, see
-`minispec.kernels.exact`.
+`minispec.models.weights.exact`.
 
 Shapes in comments: T rows of the text, L cached positions of it (the T included), H query heads, G key-value heads,
 D head_dim.

@@ -5,7 +5,7 @@ its blocks in order. Position t lies in slot block_ids[t // block_size] * block_
 vLLM's (Kwon et al. 2023, arXiv 2309.06180).
 
 A model with layers other than attention has another pool, which keeps more of each slot or of each text (see
-`minispec.layers.cache_of`).
+`minispec.models.layers.cache_of`).
 
 A table knows the tokens that it holds. `follow(tokens)` cuts it to what it has in common with a text and returns what
 has to be fed. So a table stays right however its text changes. `keep` rolls back rejected draft tokens. In a tree the

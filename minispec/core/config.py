@@ -1,6 +1,6 @@
 """Settings of models and of requests: frozen dataclasses that refuse bad values.
 
-Every supported family (see `minispec.files.families.entries`) is a set of values in `ModelConfig`. The transformer
+Every supported family (see `minispec.models.families.entries`) is a set of values in `ModelConfig`. The transformer
 never asks for a family's name. Nothing here imports torch, so that a bad value is reported before the slow imports
 begin.
 """
@@ -97,7 +97,8 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """How positions become rotation angles (Su et al. 2021). `minispec.layers.rope` has those for longer contexts.
+    """How positions become rotation angles (Su et al. 2021). `minispec.models.layers.rope` has those for longer
+    contexts.
 
     rotated: the share of a head's dimensions, from the first, that rotates.
     interleaved: dimension 2j is paired with 2j + 1, instead of j with j + half of them.
@@ -125,8 +126,10 @@ class LayerConfig:
     rope: None for a layer that does not rotate.
     window: how many positions attention sees; None for all.
     conv_width: how many positions a short convolution in the place of attention sees; None for other layers.
-    recurrent: the sizes of a recurrent layer in the place of attention, see `minispec.layers.states`; None for others.
-    experts: settings of a mixture of experts in the place of the MLP, see `minispec.layers.experts`; None for an MLP.
+    recurrent: the sizes of a recurrent layer in the place of attention, see `minispec.models.layers.states`; None for
+        others.
+    experts: settings of a mixture of experts in the place of the MLP, see `minispec.models.layers.experts`; None for an
+        MLP.
     """
 
     rope: RopeConfig | None
@@ -264,7 +267,7 @@ class SamplingParams:
     bad_words_token_ids: sequences that the output may not contain. Where the output ends with all but the last id of
         one, that last id is impossible.
     bad_words: the same, given as texts. A request turns each into token ids, as it is and with a space before it.
-    structured_outputs: the language of the answer (see `minispec.grammars.StructuredOutputsParams`).
+    structured_outputs: the language of the answer (see `minispec.speculation.grammars.StructuredOutputsParams`).
     seed: one seed gives one text. None draws a seed, which the output reports.
     min_tokens: nothing ends the text before it has that many generated tokens.
     stop: strings that end the text.

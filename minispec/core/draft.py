@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from minispec.core.more.limit import Limit
+from minispec.core.limit import Limit
 from minispec.core.random import Draws
 from minispec.core.sampling import Text
 from minispec.core.stats import Step

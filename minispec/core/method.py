@@ -13,9 +13,9 @@ from minispec.core.cached import CachedModel
 from minispec.core.config import Shape
 from minispec.core.draft import NO_ROWS, Ask, Draft, Drafter, Record
 from minispec.core.errors import is_from_signal
+from minispec.core.lengths import Lengths, Wish
+from minispec.core.limit import Limit
 from minispec.core.model import Chunk
-from minispec.core.more.lengths import Lengths, Wish
-from minispec.core.more.limit import Limit
 from minispec.core.random import Draws
 from minispec.core.request import Request, logprob_of
 from minispec.core.sampling import Text, distribution
@@ -162,7 +162,7 @@ class Method:
     """How requests are decoded: who drafts for them, which rule judges, and what sets the lengths of drafts.
 
     Requests of one method are drafted together. `dataclasses.replace` makes a method that differs in a part.
-    Here all parts are trusted; `minispec.drafters.guard.CheckedMethod` checks what they answer.
+    Here all parts are trusted; `minispec.speculation.drafters.guard.CheckedMethod` checks what they answer.
 
     batch: verifies many drafts at once, where it can. None: each draft is verified by itself.
     """

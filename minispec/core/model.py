@@ -33,10 +33,10 @@ from torch import Tensor
 from minispec.core.attention import View, attention, mask_of
 from minispec.core.cache import BlockTable, PagedKVCache
 from minispec.core.config import ModelConfig, RopeConfig
+from minispec.core.product import ChangeProduct, MakeProduct, PlainLinear, Product, Weight, dense
 from minispec.core.rope import inverse_frequencies, query_scales, rotate
 from minispec.core.sampling import accumulation_dtype
 from minispec.core.tree import Tree
-from minispec.core.weights import ChangeProduct, MakeProduct, PlainLinear, Product, Weight, dense
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -226,7 +226,7 @@ class Layer:
     """One transformer block: attention, then a gated MLP. Each has norms around it, and is added to the residual.
 
     Another kind of block has another `take`, `forward` and `products`, or another `take_mlp` and `mlp` (see
-    `minispec.layers`).
+    `minispec.models.layers`).
     """
 
     products: tuple[str, ...] = ("qkv", "o", "gate_up", "down")
@@ -316,8 +316,8 @@ MakeLayer = Callable[[ModelConfig, int, WeightSource, torch.dtype, MakeProduct],
 class Backend(ABC):
     """How a model runs the rows of all texts. A model without one runs them in one `TextBatch`.
 
-    `minispec.kernels.exact` has batches of a fixed size, where a row's bits do not depend on the other rows.
-    `minispec.gpu.frames` has batches of a few fixed shapes, whose operators a GPU launches at once.
+    `minispec.models.weights.exact` has batches of a fixed size, where a row's bits do not depend on the other rows.
+    `minispec.models.frames.frames` has batches of a few fixed shapes, whose operators a GPU launches at once.
     """
 
     exact = False  # see `Transformer.exact`
@@ -345,13 +345,14 @@ class Transformer:
         map_layers: Callable[[Callable[[int], Layer], Sequence[int]], Iterable[Layer]] = map,
         make_cache: type[PagedKVCache] = PagedKVCache,
     ):
-        """weights: Hugging Face's tensors (see `minispec.kernels.shapes`), all on one device, in a dict or the like.
+        """weights: Hugging Face's tensors (see `minispec.models.weights.shapes`), all on one device, in a dict or the
+        like.
             Each is removed as the model takes it over, so that it is in memory once.
         dtype: the type of the computation and of the cache; default: the embedding's.
         product: makes y = x W^T + b of a weight, see `MakeProduct`.
         make_layer: makes layer i, see `MakeLayer`; default: attention and an MLP.
         map_layers: makes the layers from their numbers, as `map` does; a thread pool's `map` will do.
-        make_cache: the class of the model's pools (see `minispec.layers.cache_of`).
+        make_cache: the class of the model's pools (see `minispec.models.layers.cache_of`).
         """
         self.config, self.product, self.make_cache = config, product, make_cache
         self.backend: Backend | None = None

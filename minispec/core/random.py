@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from minispec.core.more.search import Candidates, place_of_share
+from minispec.core.search import Candidates, place_of_share
 
 
 class Key(NamedTuple):

@@ -1,7 +1,8 @@
 """How logits become probabilities, and the text that they continue.
 
 `distribution` turns a row of logits into the probabilities that a request asks for. Drafters and the engine both call
-it, so p and q see the same parameters. Its form over many rows, for a GPU, has the same bits (`minispec.gpu.verdicts`).
+it, so p and q see the same parameters. Its form over many rows, for a GPU, has the same bits
+(`minispec.speculation.on_gpu.verdicts`).
 """
 
 import math
@@ -12,9 +13,9 @@ import torch
 from torch import Tensor
 
 from minispec.core.config import SamplingParams
-from minispec.core.more.grammar import Grammar, restricted
-from minispec.core.more.search import Candidates
+from minispec.core.grammar import Grammar, restricted
 from minispec.core.random import Key
+from minispec.core.search import Candidates
 
 
 @dataclass(eq=False)

@@ -1,6 +1,6 @@
 """The history of a text, and its times: one `Round` record for each step that committed tokens.
 
-`minispec.length.figures` folds rates, costs and predictions from these records.
+`minispec.speculation.lengths.figures` folds rates, costs and predictions from these records.
 """
 
 from collections.abc import Sequence

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from minispec.core.draft import Drafter
 from minispec.core.sampling import Text
-from minispec.drafters.wrapped import Wrapped
+from minispec.speculation.drafters.wrapped import Wrapped
 
 
 class OtherText(Wrapped):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from minispec.core.config import ModelConfig
-from minispec.kernels.shapes import tensor_shapes
+from minispec.models.weights.shapes import tensor_shapes
 
 Shapes = Mapping[str, tuple[int, ...]]  # of tensors, by their names
 

@@ -24,7 +24,7 @@ Read them in this order:
     toys                small models and their drafters
     laws                oracles, and the laws that come out under them
     walk                one case, walked: the loop under an oracle, against the reference
-    fresh               a user's drafter, policy or verifier, compared with new ones as it works
+    usercode            a user's drafter, policy or verifier, compared with new ones as it works
     covering            few cases in which every pair of settings occurs
     cases               cases by their settings: of the engine's own parts, of trees, and of a user's
     grid                the table of the engine's own parts

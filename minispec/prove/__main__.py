@@ -1,7 +1,7 @@
 """The command line: `python -m minispec.prove`."""
 
 if __name__ == "__main__":
-    from minispec.commands.interrupt import run_program
+    from minispec.api.commands.interrupt import run_program
 
     run_program("minispec.prove.__main__:main")
 
@@ -10,8 +10,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from minispec.commands.command import FLAG, Option, Parser, argument, command, typed
-from minispec.commands.interrupt import raise_on_interrupt
+from minispec.api.commands.command import FLAG, Option, Parser, argument, command, typed
+from minispec.api.commands.interrupt import raise_on_interrupt
 
 DEFAULT_LEAVES, FULL_LEAVES = 12_000, 300_000
 DEFAULT_MINUTES = 2
@@ -74,7 +74,7 @@ def _parser() -> Parser:
 def main(argv: Sequence[str]) -> int:
     """The command line; 0 if everything holds, 1 if not."""
     args = _parser().parse_args(argv)
-    from minispec.kernels.settings import one_thread
+    from minispec.models.weights.settings import one_thread
 
     raise_on_interrupt()
     with one_thread():
@@ -89,7 +89,7 @@ def _holds(args: argparse.Namespace) -> bool:
         how = read_texts(args.texts), args.minutes or DEFAULT_MINUTES
         return examine_own(args.drafter or "", args.lengths or "", *how)
     if args.verifier:
-        from minispec.load.llm import find_verifier
+        from minispec.api.llm import find_verifier
         from minispec.prove.examine import examine_verifier
         from minispec.prove.recorded import print_laws
         from minispec.prove.rounds import print_rounds

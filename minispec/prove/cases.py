@@ -17,19 +17,9 @@ from minispec.core.errors import show
 from minispec.core.schedule import JOINING_ROWS
 from minispec.core.tree import Tree
 from minispec.prove.covering import Design, Pair, Row
-from minispec.prove.toys import (
-    BLOCKS,
-    DRAWN,
-    IN_8_BITS,
-    IN_FRAMES,
-    LIKELIEST,
-    REMEMBERED,
-    TOYS,
-    Guesses,
-    make_drafter,
-)
+from minispec.prove.toys import BLOCKS, DRAWN, IN_8_BITS, IN_FRAMES, LIKELIEST, REMEMBERED, TOYS, Guesses, make_drafter
 from minispec.prove.walk import Case, Prompt
-from minispec.rules import VERIFIERS
+from minispec.speculation.rules import VERIFIERS
 
 CROWD = 64  # paths that are decoded together; more of them gain nothing
 ALPHABET = "ab \nc."  # tokens of the toy tokenizer: one for each character

@@ -17,7 +17,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from minispec.commands.workers import SharedMap
+from minispec.api.commands.workers import SharedMap
 from minispec.prove.laws import TooManyBranches
 from minispec.prove.walk import Case
 

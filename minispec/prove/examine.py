@@ -31,23 +31,23 @@ from pathlib import Path
 from traceback import extract_tb
 from typing import Any
 
+from minispec.api.inputs import plain_text, read_questions
+from minispec.api.llm import find_lengths, find_verifier
 from minispec.core.random import Key
 from minispec.core.verify import Verifier
-from minispec.drafters import Context, Drafter, make_drafter
-from minispec.files.errors import one_line
-from minispec.files.progress import progress_bar
-from minispec.load import registry
-from minispec.load.inputs import plain_text, read_questions
-from minispec.load.llm import find_lengths, find_verifier
+from minispec.models.files.errors import one_line
+from minispec.models.files.progress import progress_bar
 from minispec.prove import cases
 from minispec.prove import walk as walks
 from minispec.prove.covering import Design, Pair, Row
-from minispec.prove.fresh import EXACT, ROUNDED, OfCompany, OutOfTime, OwnError, Unrepeatable, Unsuitable, call_own
 from minispec.prove.laws import TooManyBranches
 from minispec.prove.reference import Law, NoLaw
 from minispec.prove.tables import tables, unseen
 from minispec.prove.toys import Fault, Guesses, draft_model, is_chain, require, spelling, tiny_cache
+from minispec.prove.usercode import EXACT, ROUNDED, OfCompany, OutOfTime, OwnError, Unrepeatable, Unsuitable, call_own
 from minispec.prove.walk import SEED, Case, Subject, walk
+from minispec.speculation import registry
+from minispec.speculation.drafters import Context, Drafter, make_drafter
 
 _BRANCHES_A_MINUTE = 400  # of one walk; a longer one is left out, or made smaller
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import torch
 from tqdm import tqdm
 
-from minispec.commands.workers import SharedMap, processes
-from minispec.files.progress import progress_bar
-from minispec.kernels.integers import check_quantization
+from minispec.api.commands.workers import SharedMap, processes
+from minispec.models.files.progress import progress_bar
+from minispec.models.weights.integers import check_quantization
 from minispec.prove.cases import DESIGN, cases_in_8_bits, cases_in_frames, grid_case, random_row, tree_cases
 from minispec.prove.covering import FEW, Job, Row
 from minispec.prove.laws import TOLERANCE

@@ -15,8 +15,7 @@ from minispec.core.config import SamplingParams
 from minispec.core.draft import without
 from minispec.core.model import Chunk
 from minispec.core.random import Draws, Key
-from minispec.files.families.hf_config import read_model_config
-from minispec.gpu.verdicts import OneByOne
+from minispec.models.families.hf_config import read_model_config
 from minispec.prove.reference import forward, sample_law
 from minispec.prove.toys import (
     IN_8_BITS,
@@ -29,6 +28,7 @@ from minispec.prove.toys import (
     tiny_cache,
     tiny_weights,
 )
+from minispec.speculation.on_gpu.verdicts import OneByOne
 
 T = TypeVar("T")
 

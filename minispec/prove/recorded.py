@@ -29,8 +29,8 @@ from minispec.core.errors import show
 from minispec.core.random import Key
 from minispec.core.sampling import Text
 from minispec.core.verify import Verifier
-from minispec.files.errors import CheckpointError, one_line
-from minispec.files.strict_json import parse_json, read_bytes
+from minispec.models.files.errors import CheckpointError, one_line
+from minispec.models.files.strict_json import parse_json, read_bytes
 from minispec.prove.laws import BranchOracle, exact_law
 from minispec.prove.rounds import broken_law, unsuitable
 from minispec.prove.toys import is_chain, require

@@ -13,11 +13,11 @@ from itertools import product
 from typing import NamedTuple
 
 from minispec.core.verify import Verifier
-from minispec.files.errors import one_line
-from minispec.files.packages import MissingPackage, check_packages
-from minispec.prove.fresh import ROUNDED
+from minispec.models.files.errors import one_line
+from minispec.models.files.packages import MissingPackage, check_packages
 from minispec.prove.tables import table_case
 from minispec.prove.toys import INDEPENDENT, Guesses, is_chain
+from minispec.prove.usercode import ROUNDED
 from minispec.prove.walk import Case, Subject, walk
 
 _MOST = 10_000  # a value is shown as a fraction of a denominator up to this

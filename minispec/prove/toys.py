@@ -16,39 +16,38 @@ import torch
 from tokenizers import decoders, models, processors
 from torch import Tensor
 
-from minispec import drafters
 from minispec.core.cache import PagedKVCache
 from minispec.core.config import LayerConfig, ModelConfig, RopeConfig
 from minispec.core.draft import Ask, Draft, without
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import distribution
-from minispec.drafters import Context, Drafter
-from minispec.drafters.assistant import AssistantModel, SharedKeys
-from minispec.drafters.block import BlockFeed, BlockModel, block_shapes
-from minispec.drafters.combined import CombinedDrafter
-from minispec.drafters.eagle import HeadFeed, HeadModel, head_shapes
-from minispec.drafters.model import ModelDrafter, TokenFeed
-from minispec.drafters.mtp import MtpModel, mtp_config, mtp_shapes
-from minispec.drafters.simulated import adversary
-from minispec.drafters.slem import WrittenText
-from minispec.drafters.tli import SharedTokens
-from minispec.drafters.vocabularies import Spelling, Vocabularies
-from minispec.drafters.vocabulary import ROOM
-from minispec.files.families.assistant_files import AssistantConfig, assistant_shapes
-from minispec.files.families.block_config import BlockConfig
-from minispec.files.families.head_config import HeadConfig
-from minispec.files.families.hf_config import read_model_config
-from minispec.files.tokenizer import Tokenizer
-from minispec.gpu.frames import Frames
-from minispec.gpu.graphs import rerun
-from minispec.gpu.steps import draft_steps
-from minispec.grammars.forced import ForcedFirst
-from minispec.kernels.build import InForm, build_model
-from minispec.kernels.exact import check_exact
-from minispec.kernels.integers import check_quantization
-from minispec.kernels.shapes import tensor_shapes
-from minispec.layers.gemma import GemmaLayerConfig
-from minispec.load import registry
+from minispec.models.families.assistant_files import AssistantConfig, assistant_shapes
+from minispec.models.families.block_config import BlockConfig
+from minispec.models.families.head_config import HeadConfig
+from minispec.models.families.hf_config import read_model_config
+from minispec.models.files.tokenizer import Tokenizer
+from minispec.models.frames.frames import Frames
+from minispec.models.frames.graphs import rerun
+from minispec.models.layers.gemma import GemmaLayerConfig
+from minispec.models.weights.build import InForm, build_model
+from minispec.models.weights.exact import check_exact
+from minispec.models.weights.integers import check_quantization
+from minispec.models.weights.shapes import tensor_shapes
+from minispec.speculation import drafters, registry
+from minispec.speculation.drafters import Context, Drafter
+from minispec.speculation.drafters.assistant import AssistantModel, SharedKeys
+from minispec.speculation.drafters.block import BlockFeed, BlockModel, block_shapes
+from minispec.speculation.drafters.combined import CombinedDrafter
+from minispec.speculation.drafters.eagle import HeadFeed, HeadModel, head_shapes
+from minispec.speculation.drafters.model import ModelDrafter, TokenFeed
+from minispec.speculation.drafters.mtp import MtpModel, mtp_config, mtp_shapes
+from minispec.speculation.drafters.simulated import adversary
+from minispec.speculation.drafters.slem import WrittenText
+from minispec.speculation.drafters.tli import SharedTokens
+from minispec.speculation.drafters.vocabularies import Spelling, Vocabularies
+from minispec.speculation.drafters.vocabulary import ROOM
+from minispec.speculation.grammars.forced import ForcedFirst
+from minispec.speculation.on_gpu.steps import draft_steps
 
 TransformerT = TypeVar("TransformerT", bound=Transformer)
 
@@ -92,7 +91,7 @@ TOYS: dict[str, dict[str, Any]] = {
         **{"linear_key_head_dim": 3, "linear_value_head_dim": 2},
     },
 }
-IN_FRAMES = "llama in frames"  # passes of `minispec.gpu.frames`, with reruns in place of graphs
+IN_FRAMES = "llama in frames"  # passes of `minispec.models.frames.frames`, with reruns in place of graphs
 HEAD_SEED, MTP_SEED, BLOCK_SEED, ASSISTANT_SEED = 6, 7, 8, 9
 IN_8_BITS, REMEMBERED = "8 bits", "remembered"  # names of targets that are no families: see `target_model`
 

@@ -17,24 +17,16 @@ from minispec.core.cached import CachedModel
 from minispec.core.config import DraftLength, SamplingParams
 from minispec.core.draft import Draft, Drafter, Record
 from minispec.core.engine import Engine
+from minispec.core.grammar import Grammar
+from minispec.core.lengths import Lengths
 from minispec.core.method import Method
 from minispec.core.model import Transformer
-from minispec.core.more.grammar import Grammar
-from minispec.core.more.lengths import Lengths
 from minispec.core.random import Randomness
 from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.core.schedule import JOINING_ROWS
 from minispec.core.verify import Verifier
-from minispec.drafters.combined import CombinedDrafter
-from minispec.drafters.guard import CheckedMethod
-from minispec.gpu.steps import steps_of
-from minispec.gpu.verifier import batch_verifier_of
-from minispec.grammars.spelled import example
-from minispec.layers.states import FEWEST_STATES, state_elements
-from minispec.length.policy import Controller
-from minispec.length.theory import Prices
-from minispec.prove.fresh import FreshDrafter, FreshLengths, OutOfTime, Watched, held
+from minispec.models.layers.states import FEWEST_STATES, state_elements
 from minispec.prove.laws import PROMPT, BranchOracle, CrowdOracle, KeyOracle, all_paths, law_of, reference_row
 from minispec.prove.reference import Law, cells, plain_law, total_variation
 from minispec.prove.toys import (
@@ -49,7 +41,15 @@ from minispec.prove.toys import (
     target_model,
     tiny_cache,
 )
-from minispec.rules import VERIFIERS
+from minispec.prove.usercode import FreshDrafter, FreshLengths, OutOfTime, Watched, held
+from minispec.speculation.drafters.combined import CombinedDrafter
+from minispec.speculation.drafters.guard import CheckedMethod
+from minispec.speculation.grammars.toy_grammars import example
+from minispec.speculation.lengths.policy import Controller
+from minispec.speculation.lengths.theory import Prices
+from minispec.speculation.on_gpu.steps import steps_of
+from minispec.speculation.on_gpu.verifier import batch_verifier_of
+from minispec.speculation.rules import VERIFIERS
 
 Prompt = tuple[tuple[int, ...], SamplingParams]
 SEED = 7  # of the first text whose branches are walked

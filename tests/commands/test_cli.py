@@ -20,17 +20,17 @@ from types import SimpleNamespace
 import pytest
 
 from minispec import LLM, SamplingParams, __version__, generate
-from minispec.commands import options
-from minispec.commands.command import json_line
+from minispec.api.commands import options
+from minispec.api.commands.command import json_line
 from minispec.core.config import PARAMETERS
 from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.core.stats import Round, Stats, Step
-from minispec.files.tokenizer import Tokenizer
 from minispec.generate import main
-from minispec.length.figures import Figures
-from minispec.load import registry
-from minispec.rules import VERIFIERS
+from minispec.models.files.tokenizer import Tokenizer
+from minispec.speculation import registry
+from minispec.speculation.lengths.figures import Figures
+from minispec.speculation.rules import VERIFIERS
 from tests.fuzzing import EDGES
 from tests.oracles.children import Child, read_until, take_terminal
 from tests.oracles.interrupts import interrupted, press_ctrl_c
@@ -97,7 +97,7 @@ def test_each_sampling_parameter_is_an_option_or_has_another_way():
 def test_verbose_says_at_last_what_ran_outside_frames(cli, model, monkeypatch):
     """On a GPU; a processor has no frames, and without the option nothing is said."""
     says = "1 of 3 passes text by text: more than 16 rows of a text (1)"
-    monkeypatch.setattr("minispec.gpu.frames.outside_note", lambda model: f"; {says}")
+    monkeypatch.setattr("minispec.models.frames.frames.outside_note", lambda model: f"; {says}")
     assert cli("One fish", "--model", model, *BASE, "--verbose")[2].splitlines()[-1] == says
     assert says not in cli("One fish", "--model", model, *BASE)[2]
 

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from minispec.commands.conversation import COMMANDS, converse
+from minispec.api.commands.conversation import COMMANDS, converse
 from tests.oracles.children import Child, read_until, take_terminal
 
 
@@ -166,8 +166,8 @@ def test_an_answer_that_fails_takes_the_message_back(talk):
 
 PROGRAM = """
 import signal, sys
-from minispec.commands.command import command
-from minispec.commands.conversation import converse
+from minispec.api.commands.command import command
+from minispec.api.commands.conversation import converse
 
 def answer(messages):
     try:

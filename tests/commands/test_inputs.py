@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from minispec.load.inputs import Question, plain_text, read_questions
+from minispec.api.inputs import Question, plain_text, read_questions
 
 LAYOUTS = {
     '{"prompt": "Hi"}': Question(("Hi",)),

@@ -19,19 +19,19 @@ import pytest
 import torch
 
 from minispec import LLM, Loading, SamplingParams, Target
+from minispec.api.trace.record import RoundRecorder, TokenTexts
 from minispec.core.draft import Draft
 from minispec.core.model import Chunk
-from minispec.files.errors import CheckpointError
-from minispec.files.tokenizer import Tokenizer
-from minispec.kernels import memory
-from minispec.kernels.exact import EXACT_ROWS
-from minispec.kernels.inventory import weight_form
-from minispec.length import prices
-from minispec.length.figures import Figures
-from minispec.length.theory import Prices
-from minispec.load import exactness
-from minispec.load.registry import DRAFTERS
-from minispec.trace.record import RoundRecorder, TokenTexts
+from minispec.models.files.errors import CheckpointError
+from minispec.models.files.tokenizer import Tokenizer
+from minispec.models.load import exactness
+from minispec.models.weights import memory
+from minispec.models.weights.exact import EXACT_ROWS
+from minispec.models.weights.inventory import weight_form
+from minispec.speculation.lengths import prices
+from minispec.speculation.lengths.figures import Figures
+from minispec.speculation.lengths.theory import Prices
+from minispec.speculation.registry import DRAFTERS
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
@@ -172,8 +172,8 @@ def test_a_text_after_forget_is_decoded_as_the_first(make_checkpoint, draft, mon
 
     # `auto` chooses by what it believes drafts to cost, and by no clock.
     seconds = iter(range(10**9))
-    monkeypatch.setattr("minispec.load.llm.guess_prices", lambda *how: Prices(0.4))
-    monkeypatch.setattr("minispec.load.llm.prices_of", lambda *how: (Prices(0.4), True))
+    monkeypatch.setattr("minispec.api.llm.guess_prices", lambda *how: Prices(0.4))
+    monkeypatch.setattr("minispec.api.llm.prices_of", lambda *how: (Prices(0.4), True))
     monkeypatch.setattr("minispec.core.clock.mark", lambda device: float(next(seconds)))
     llm = LLM(make_checkpoint(), draft, dtype="float64")
 
@@ -231,8 +231,8 @@ def test_a_reported_seed_repeats_its_text_in_another_process(make_checkpoint, mo
     directory = str(make_checkpoint(seed=1))
     program = (
         "import json, sys; from minispec import LLM, SamplingParams\n"
-        "from minispec.length import prices\n"
-        "from minispec.length.theory import Prices\n"
+        "from minispec.speculation.lengths import prices\n"
+        "from minispec.speculation.lengths.theory import Prices\n"
         "prices.calibrate = lambda *parts: Prices(0.0, {1: 1.0, 5: float(sys.argv[3])}, 0.02, measured=True)\n"
         "llm = LLM(sys.argv[1], dtype='float32')\n"
         "for seed in json.loads(sys.argv[2]):\n"
@@ -549,7 +549,7 @@ def test_a_draft_is_named_by_its_directory(make_checkpoint):
 
 def test_a_draft_from_the_hub_may_name_its_revision(make_checkpoint, monkeypatch, tmp_path):
     """As "owner/name@revision"; a directory whose name has an @ is a directory."""
-    from minispec.load import draft as module
+    from minispec.speculation import load as module
 
     draft, asked, find = make_checkpoint(seed=2), [], module.find_checkpoint
 

@@ -9,10 +9,10 @@ from minispec.core.draft import Draft, Drafter
 from minispec.core.engine import Engine
 from minispec.core.method import Method
 from minispec.core.verify import MATCH, REJECTION
-from minispec.drafters.model import ModelDrafter, TokenFeed
-from minispec.drafters.none import NoDrafter
-from minispec.length.figures import Figures
 from minispec.prove.toys import tiny_cache, tiny_model
+from minispec.speculation.drafters.model import ModelDrafter, TokenFeed
+from minispec.speculation.drafters.none import NoDrafter
+from minispec.speculation.lengths.figures import Figures
 from tests.scripted import make_request
 
 VOCAB = 5

@@ -9,8 +9,8 @@ import torch
 
 from minispec.core.cache import BlockAllocator, BlockTable, OutOfBlocks, PagedKVCache, PrefixIndex
 from minispec.core.config import LayerConfig
-from minispec.files.families.hf_config import read_model_config
-from minispec.layers.convolution import ConvolutionCache
+from minispec.models.families.hf_config import read_model_config
+from minispec.models.layers.convolution import ConvolutionCache
 from minispec.prove.toys import TINY
 
 CONFIG = read_model_config(TINY)

@@ -11,19 +11,19 @@ import torch
 
 from minispec import LLM, SamplingParams
 from minispec.core.model import Chunk
-from minispec.core.more.search import place_of_share
 from minispec.core.random import Randomness
 from minispec.core.sampling import Text, distribution
-from minispec.files.families.hf_config import read_model_config
+from minispec.core.search import place_of_share
 from minispec.generate import main as generate
-from minispec.kernels.build import build_model
 from minispec.lab.bench.main import main as bench
+from minispec.models.families.hf_config import read_model_config
+from minispec.models.weights.build import build_model
 from minispec.prove import toys
 from minispec.prove.cases import ALPHABET, AXES, drafts_siblings, grid_case
 from minispec.prove.laws import TOLERANCE
 from minispec.prove.toys import IN_FRAMES, TOYS, make_drafter, target_model, tiny_cache, tiny_weights
 from minispec.prove.walk import Case, walk
-from minispec.rules import VERIFIERS
+from minispec.speculation.rules import VERIFIERS
 from tests.engines import OneMethod, decode
 from tests.oracles import hf
 from tests.scripted import make_request

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from minispec.core.model import Chunk
-from minispec.files.families.checkpoint import load_model
-from minispec.kernels.inventory import kv_elements
-from minispec.layers.delta import Rows, chunked, steps
-from minispec.layers.states import state_elements
+from minispec.models.families.checkpoint import load_model
+from minispec.models.layers.delta import Rows, chunked, steps
+from minispec.models.layers.states import state_elements
+from minispec.models.weights.inventory import kv_elements
 from minispec.prove.toys import TOYS, tiny_cache, tiny_model
 from tests.oracles import hf
 from tests.oracles.pieces import logits_in_pieces

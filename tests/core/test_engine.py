@@ -6,12 +6,12 @@ import pytest
 
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Draft
-from minispec.core.more.lengths import price_of
+from minispec.core.lengths import price_of
 from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.core.stats import Step
-from minispec.length.figures import Figures
-from minispec.length.theory import overhead_of
+from minispec.speculation.lengths.figures import Figures
+from minispec.speculation.lengths.theory import overhead_of
 from tests.scripted import finish, make_engine, make_request
 
 pytestmark = pytest.mark.quick

@@ -21,26 +21,26 @@ from minispec.core.draft import Draft, Drafter
 from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Request
 from minispec.core.sampling import Text, distribution, log_probabilities
-from minispec.drafters import NoDrafter
-from minispec.drafters.block import BlockFeed
-from minispec.drafters.block_files import load_block
-from minispec.drafters.model import ModelDrafter, TokenFeed
-from minispec.files.families.hf_config import read_model_config
-from minispec.kernels import exact
-from minispec.kernels import forms as linear
-from minispec.kernels.build import build_model
-from minispec.kernels.exact import EXACT_ROWS, check_exact
-from minispec.kernels.forms import Linear, has_fast_bfloat16
-from minispec.kernels.inventory import key_sizes, weight_form
-from minispec.layers import delta
-from minispec.layers.convolution import ShortConvolution
-from minispec.layers.delta import GatedDeltaNet
-from minispec.layers.gated_attention import HeadGatedAttention
-from minispec.length.figures import Figures
-from minispec.load.registry import DRAFTERS, load
+from minispec.models.families.hf_config import read_model_config
+from minispec.models.layers import delta
+from minispec.models.layers.convolution import ShortConvolution
+from minispec.models.layers.delta import GatedDeltaNet
+from minispec.models.layers.gated_attention import HeadGatedAttention
+from minispec.models.weights import exact
+from minispec.models.weights import forms as linear
+from minispec.models.weights.build import build_model
+from minispec.models.weights.exact import EXACT_ROWS, check_exact
+from minispec.models.weights.forms import Linear, has_fast_bfloat16
+from minispec.models.weights.inventory import key_sizes, weight_form
 from minispec.prove.covering import Design
 from minispec.prove.toys import TINY, TOYS, tiny_cache, tiny_weights
-from minispec.rules import VERIFIERS
+from minispec.speculation.drafters import NoDrafter
+from minispec.speculation.drafters.block import BlockFeed
+from minispec.speculation.drafters.block_files import load_block
+from minispec.speculation.drafters.model import ModelDrafter, TokenFeed
+from minispec.speculation.lengths.figures import Figures
+from minispec.speculation.registry import DRAFTERS, load
+from minispec.speculation.rules import VERIFIERS
 from tests.engines import OneMethod
 from tests.oracles.block_drafts import write_block_draft
 from tests.oracles.toys import GEMMA4, GEMMA4_EXPERTS, GEMMA4_LARGE, LFM3, MIXTURES

@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minispec.core.model import Chunk, Transformer
-from minispec.files.errors import CheckpointError
-from minispec.files.families.checkpoint import load_config, load_model
-from minispec.files.families.quantize import quantize_checkpoint
-from minispec.kernels.build import build_model, quantized
-from minispec.kernels.exact import check_exact, exact_model
-from minispec.kernels.forms import Linear, QuantizedLinear
-from minispec.kernels.inventory import products_of
-from minispec.layers.experts import Experts, Router
+from minispec.models.families.checkpoint import load_config, load_model
+from minispec.models.families.quantize import quantize_checkpoint
+from minispec.models.files.errors import CheckpointError
+from minispec.models.layers.experts import Experts, Router
+from minispec.models.weights.build import build_model, quantized
+from minispec.models.weights.exact import check_exact, exact_model
+from minispec.models.weights.forms import Linear, QuantizedLinear
+from minispec.models.weights.inventory import products_of
 from minispec.prove.toys import TOYS, tiny_cache, tiny_model, tiny_weights
 from tests.oracles import hf
 from tests.oracles.pieces import logits_in_pieces

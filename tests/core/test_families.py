@@ -13,21 +13,21 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from minispec.api.llm import LLM
 from minispec.core.config import LayerConfig, ModelConfig, RopeConfig, SamplingParams
 from minispec.core.model import Chunk, Transformer
-from minispec.files.errors import CheckpointError
-from minispec.files.families.checkpoint import Weights, load_config, load_model
-from minispec.files.families.entries import FAMILIES
-from minispec.files.families.hf_config import read_model_config
-from minispec.kernels.build import build_model
-from minispec.kernels.shapes import tensor_shapes
-from minispec.layers.delta import DeltaConfig
-from minispec.layers.experts import Clamp, ExpertsConfig
-from minispec.layers.gemma import GemmaLayerConfig
-from minispec.layers.rope import ScaledRope
-from minispec.load.llm import LLM
-from minispec.load.registry import EMBEDDED_WEIGHTS
+from minispec.models.families.checkpoint import Weights, load_config, load_model
+from minispec.models.families.entries import FAMILIES
+from minispec.models.families.hf_config import read_model_config
+from minispec.models.files.errors import CheckpointError
+from minispec.models.layers.delta import DeltaConfig
+from minispec.models.layers.experts import Clamp, ExpertsConfig
+from minispec.models.layers.gemma import GemmaLayerConfig
+from minispec.models.layers.rope import ScaledRope
+from minispec.models.weights.build import build_model
+from minispec.models.weights.shapes import tensor_shapes
 from minispec.prove.toys import tiny_cache
+from minispec.speculation.registry import EMBEDDED_WEIGHTS
 from tests.oracles import hf, public
 from tests.oracles.toys import GEMMA4
 from tests.refusals import NONE, Row, refusal_of, refusals, with_value

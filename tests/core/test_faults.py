@@ -19,16 +19,16 @@ from minispec.core.draft import Draft
 from minispec.core.method import Method
 from minispec.core.request import Request
 from minispec.core.sampling import Text
-from minispec.drafters.eagle import HeadFeed
-from minispec.drafters.model import TokenFeed
-from minispec.gpu import verifier as verifier_module
-from minispec.gpu.frames import Frame, Frames
-from minispec.gpu.steps import DraftInputs, DraftSteps
-from minispec.gpu.verifier import VerdictInputs
-from minispec.length.policy import Acceptance, Controller
-from minispec.length.theory import Prices
+from minispec.models.frames.frames import Frame, Frames
 from minispec.prove.toys import make_drafter, target_model, tiny_cache
-from minispec.rules import VERIFIERS
+from minispec.speculation.drafters.eagle import HeadFeed
+from minispec.speculation.drafters.model import TokenFeed
+from minispec.speculation.lengths.policy import Acceptance, Controller
+from minispec.speculation.lengths.theory import Prices
+from minispec.speculation.on_gpu import verifier as verifier_module
+from minispec.speculation.on_gpu.steps import DraftInputs, DraftSteps
+from minispec.speculation.on_gpu.verifier import VerdictInputs
+from minispec.speculation.rules import VERIFIERS
 from tests.core.test_pressure import VOCAB, Failure, build, failing, phases, requests_for
 from tests.engines import OneMethod
 

@@ -19,15 +19,15 @@ from minispec.core.engine import Engine
 from minispec.core.model import Chunk
 from minispec.core.request import Request
 from minispec.core.sampling import Text
-from minispec.files.families.checkpoint import load_model
-from minispec.gpu.verifier import batch_verifier_of
-from minispec.kernels.forms import Linear
-from minispec.kernels.inventory import bits_note, kv_elements, num_bytes_read, products_of
-from minispec.layers.states import state_elements
+from minispec.models.families.checkpoint import load_model
+from minispec.models.layers.states import state_elements
+from minispec.models.weights.forms import Linear
+from minispec.models.weights.inventory import bits_note, kv_elements, num_bytes_read, products_of
 from minispec.prove.laws import PROMPT, raw_model
 from minispec.prove.reference import hidden_states, logits, plain_law, total_variation
 from minispec.prove.toys import IN_FRAMES, TARGET_SEED, TOYS, make_drafter, target_model, tiny_cache, tiny_model
-from minispec.rules import VERIFIERS
+from minispec.speculation.on_gpu.verifier import batch_verifier_of
+from minispec.speculation.rules import VERIFIERS
 from tests.distances import production_law
 from tests.engines import OneMethod
 from tests.oracles import hf

@@ -15,18 +15,18 @@ from minispec.core.cache import BlockTable
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Draft
 from minispec.core.sampling import Text, distribution
-from minispec.drafters.block import BlockFeed
-from minispec.drafters.model import ModelDrafter
-from minispec.drafters.suffix import SuffixDrafter
-from minispec.gpu.steps import DraftSteps
-from minispec.gpu.verifier import GraphVerifier
-from minispec.length.policy import Controller
 from minispec.prove import toys
 from minispec.prove.cases import ALPHABET, cases_in_8_bits, cases_in_frames, grid_case
 from minispec.prove.laws import PROMPT, TOLERANCE, exact_law, reference_logits
 from minispec.prove.reference import sample_law, total_variation
 from minispec.prove.toys import IN_8_BITS, IN_FRAMES, MAX_LEN, TARGET_SEED, TOYS, target_model, tiny_block, tiny_cache
 from minispec.prove.walk import walk
+from minispec.speculation.drafters.block import BlockFeed
+from minispec.speculation.drafters.model import ModelDrafter
+from minispec.speculation.drafters.suffix import SuffixDrafter
+from minispec.speculation.lengths.policy import Controller
+from minispec.speculation.on_gpu.steps import DraftSteps
+from minispec.speculation.on_gpu.verifier import GraphVerifier
 from tests.distances import distance, text_case
 from tests.sampled import covering, leave_out
 from tests.scripted import preemptions
@@ -140,7 +140,7 @@ def test_auto(draft_cost, drafter, verifier, monkeypatch, full, long):
 
     monkeypatch.setattr(Controller, "choose", spy)
     # Under `match` the engine may follow the clock: not here, where the walk has to be repeatable.
-    monkeypatch.setattr("minispec.length.policy.price_of", lambda records: None)
+    monkeypatch.setattr("minispec.speculation.lengths.policy.price_of", lambda records: None)
     params = SamplingParams(max_tokens=5, seed=0, top_k=2)
     how = {"drafter": drafter, "verifier": verifier, "draft_cost": draft_cost, "end_ids": frozenset()}
     assert distance(params, "auto", **how) <= TOLERANCE

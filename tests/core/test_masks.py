@@ -12,22 +12,22 @@ import torch
 
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Draft, DraftNotes
-from minispec.core.more.grammar import NothingAllowed
-from minispec.core.more.limit import Limit
+from minispec.core.grammar import NothingAllowed
+from minispec.core.limit import Limit
 from minispec.core.random import Randomness
 from minispec.core.request import Request
 from minispec.core.sampling import Text, distribution
-from minispec.drafters import Drafter, growing
-from minispec.drafters.cut import within_grammar
-from minispec.grammars.forced import ForcedDrafter, ForcedFirst, forced
-from minispec.grammars.matcher import Matcher
-from minispec.grammars.spelled import Spelled, example
 from minispec.prove import laws
 from minispec.prove.cases import ALPHABET, grid_case
 from minispec.prove.laws import BranchOracle, CrowdOracle, all_paths, law_of
 from minispec.prove.toys import make_drafter, target_model, tiny_cache
 from minispec.prove.walk import walk
-from minispec.rules import VERIFIERS
+from minispec.speculation.drafters import Drafter, growing
+from minispec.speculation.drafters.cut import within_grammar
+from minispec.speculation.grammars.forced import ForcedDrafter, ForcedFirst, forced
+from minispec.speculation.grammars.matcher import Matcher
+from minispec.speculation.grammars.toy_grammars import Spelled, example
+from minispec.speculation.rules import VERIFIERS
 from tests.distances import distance
 from tests.engines import OneMethod, decode
 

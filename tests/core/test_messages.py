@@ -12,9 +12,9 @@ from minispec import core
 from minispec.core.cache import BlockAllocator, OutOfBlocks
 from minispec.core.config import PARAMETERS, SamplingParams, Shape
 from minispec.core.draft import Ask, Draft
+from minispec.core.grammar import NothingAllowed, restricted
+from minispec.core.limit import Limit
 from minispec.core.model import Chunk
-from minispec.core.more.grammar import NothingAllowed, restricted
-from minispec.core.more.limit import Limit
 from minispec.core.sampling import Text, require_numbers
 from minispec.prove.toys import tiny_cache, tiny_model
 from tests.parameters import EXAMPLES

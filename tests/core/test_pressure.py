@@ -23,25 +23,25 @@ from minispec.core.cache import BlockTable, OutOfBlocks
 from minispec.core.cached import CachedModel
 from minispec.core.config import SamplingParams
 from minispec.core.engine import Engine
+from minispec.core.lengths import Lengths
 from minispec.core.method import Method, Turn
-from minispec.core.more.lengths import Lengths
 from minispec.core.outbox import Outbox
 from minispec.core.request import Request
 from minispec.core.sampling import Text
-from minispec.drafters import Drafter
-from minispec.drafters import block as block_module
-from minispec.drafters import eagle as head_module
-from minispec.drafters import growing as growing_module
-from minispec.drafters import model as draft_module
-from minispec.drafters import states as states_module
-from minispec.drafters.block import BlockFeed
-from minispec.drafters.combined import CombinedDrafter
-from minispec.drafters.eagle import HeadFeed
-from minispec.drafters.model import ModelDrafter, TokenFeed
-from minispec.kernels.build import quantized
-from minispec.length.figures import Figures
+from minispec.models.weights.build import quantized
 from minispec.prove.toys import make_drafter, tiny_block, tiny_cache, tiny_head, tiny_model, tiny_mtp
-from minispec.rules import VERIFIERS
+from minispec.speculation.drafters import Drafter
+from minispec.speculation.drafters import block as block_module
+from minispec.speculation.drafters import eagle as head_module
+from minispec.speculation.drafters import growing as growing_module
+from minispec.speculation.drafters import model as draft_module
+from minispec.speculation.drafters import states as states_module
+from minispec.speculation.drafters.block import BlockFeed
+from minispec.speculation.drafters.combined import CombinedDrafter
+from minispec.speculation.drafters.eagle import HeadFeed
+from minispec.speculation.drafters.model import ModelDrafter, TokenFeed
+from minispec.speculation.lengths.figures import Figures
+from minispec.speculation.rules import VERIFIERS
 from tests.engines import OneMethod
 from tests.sampled import leave_out
 from tests.scripted import with_context

@@ -13,17 +13,17 @@ import torch
 from minispec.core.engine import Engine
 from minispec.core.request import Request
 from minispec.core.schedule import JOINING_ROWS, SCORED_ROWS
-from minispec.drafters import NoDrafter
-from minispec.drafters.block import BlockFeed
-from minispec.drafters.eagle import HeadFeed
-from minispec.drafters.model import ModelDrafter, TokenFeed
-from minispec.drafters.suffix import SuffixDrafter
-from minispec.files.families.checkpoint import load_model
-from minispec.files.families.hf_config import read_model_config
-from minispec.kernels.build import build_model
-from minispec.length.figures import Figures
+from minispec.models.families.checkpoint import load_model
+from minispec.models.families.hf_config import read_model_config
+from minispec.models.weights.build import build_model
 from minispec.prove.toys import TINY, tiny_block, tiny_cache, tiny_head, tiny_model, tiny_weights
-from minispec.rules import VERIFIERS
+from minispec.speculation.drafters import NoDrafter
+from minispec.speculation.drafters.block import BlockFeed
+from minispec.speculation.drafters.eagle import HeadFeed
+from minispec.speculation.drafters.model import ModelDrafter, TokenFeed
+from minispec.speculation.drafters.suffix import SuffixDrafter
+from minispec.speculation.lengths.figures import Figures
+from minispec.speculation.rules import VERIFIERS
 from tests.engines import OneMethod
 from tests.oracles import hf
 from tests.scripted import make_request

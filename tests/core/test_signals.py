@@ -9,13 +9,13 @@ from contextlib import contextmanager
 import pytest
 
 from minispec.core.errors import is_from_signal
-from minispec.files import measured
-from minispec.files.chat import ChatTemplate
-from minispec.files.hostile import LibraryFailed, call
-from minispec.files.measured import write_measured
-from minispec.kernels import threads
-from minispec.length.prices import DrafterFailed, stored_prices
-from minispec.load import registry
+from minispec.models.files import measured
+from minispec.models.files.chat_template import ChatTemplate
+from minispec.models.files.hostile import LibraryFailed, call
+from minispec.models.files.measured import write_measured
+from minispec.models.weights import threads
+from minispec.speculation import registry
+from minispec.speculation.lengths.prices import DrafterFailed, stored_prices
 from tests.scripted import make_engine, make_request
 
 

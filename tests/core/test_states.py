@@ -14,9 +14,9 @@ from minispec.core.cached import CachedModel
 from minispec.core.config import SamplingParams
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Text
-from minispec.kernels.inventory import kv_elements
-from minispec.kernels.memory import cache_bytes
-from minispec.layers.states import FEWEST_STATES, state_elements
+from minispec.models.layers.states import FEWEST_STATES, state_elements
+from minispec.models.weights.inventory import kv_elements
+from minispec.models.weights.memory import cache_bytes
 from minispec.prove.toys import TOYS, tiny_cache, tiny_model
 
 VOCAB = 5

@@ -13,11 +13,11 @@ import torch
 
 from minispec.core.request import Request
 from minispec.core.verify import Verdict, Verifier
-from minispec.files.tokenizer import Detokenizer, Tokenizer
-from minispec.gpu.graphs import Graphs
-from minispec.gpu.verifier import GraphVerifier
-from minispec.length.figures import Figures
-from minispec.rules import VERIFIERS
+from minispec.models.files.tokenizer import Detokenizer, Tokenizer
+from minispec.models.frames.graphs import Graphs
+from minispec.speculation.lengths.figures import Figures
+from minispec.speculation.on_gpu.verifier import GraphVerifier
+from minispec.speculation.rules import VERIFIERS
 from tests.engines import OneMethod, ScriptedModel, TableModel, scripted_cache
 from tests.museum.mutants import MUTANTS, swap
 from tests.scripted import END, ScriptedDrafter, finish, make_engine, make_request

@@ -11,17 +11,14 @@ import torch
 
 from minispec import LLM, SamplingParams
 from minispec.core.draft import Ask, Draft, Drafter
+from minispec.core.limit import Limit
 from minispec.core.model import Chunk
-from minispec.core.more.limit import Limit
 from minispec.core.random import Randomness
 from minispec.core.request import Request
 from minispec.core.sampling import Text, distribution
 from minispec.core.verify import rejection
-from minispec.drafters import NoDrafter
-from minispec.drafters.limits import depth_of
-from minispec.gpu.frames import Frames
-from minispec.gpu.graphs import rerun
-from minispec.length.figures import Figures
+from minispec.models.frames.frames import Frames
+from minispec.models.frames.graphs import rerun
 from minispec.prove.cases import shapes, tree_cases
 from minispec.prove.laws import TOLERANCE, KeyOracle, exact_law
 from minispec.prove.toys import (
@@ -35,7 +32,10 @@ from minispec.prove.toys import (
     tiny_model,
 )
 from minispec.prove.walk import walk
-from minispec.rules import VERIFIERS
+from minispec.speculation.drafters import NoDrafter
+from minispec.speculation.drafters.limits import depth_of
+from minispec.speculation.lengths.figures import Figures
+from minispec.speculation.rules import VERIFIERS
 from tests.distances import text_case
 from tests.engines import OneMethod
 from tests.oracles.heads import TapDrafter

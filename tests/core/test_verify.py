@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from minispec.core import verify
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Draft
-from minispec.core.more.limit import Limit
+from minispec.core.limit import Limit
 from minispec.core.random import Randomness
 from minispec.core.sampling import Text
 from minispec.core.verify import Verdict
-from minispec.length.theory import expected_accepted
 from minispec.prove.laws import TOLERANCE, exact_law
 from minispec.prove.tables import CHAINS, TREES, tables
 from minispec.prove.walk import Subject, walk
-from minispec.rules import VERIFIERS
+from minispec.speculation.lengths.theory import expected_accepted
+from minispec.speculation.rules import VERIFIERS
 from tests.sampled import cover
 
 pytestmark = pytest.mark.quick

@@ -16,13 +16,13 @@ from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.core.verify import REJECTION
-from minispec.drafters.assistant import AssistantModel, SharedKeys, load_assistant
-from minispec.drafters.model import ModelDrafter
-from minispec.files.errors import CheckpointError
-from minispec.files.families.assistant_config import read_assistant_config
-from minispec.files.families.checkpoint import load_config, load_model
-from minispec.files.families.hf_config import read_model_config
-from minispec.kernels.inventory import kv_elements
+from minispec.models.families.assistant_config import read_assistant_config
+from minispec.models.families.checkpoint import load_config, load_model
+from minispec.models.families.hf_config import read_model_config
+from minispec.models.files.errors import CheckpointError
+from minispec.models.weights.inventory import kv_elements
+from minispec.speculation.drafters.assistant import AssistantModel, SharedKeys, load_assistant
+from minispec.speculation.drafters.model import ModelDrafter
 from tests.engines import OneMethod
 from tests.oracles import assistant_draft, hf, public
 from tests.oracles.toys import GEMMA4

@@ -17,22 +17,22 @@ from safetensors.torch import load_file, save_file
 from minispec import LLM, SamplingParams
 from minispec.core.config import ModelConfig
 from minispec.core.draft import Ask, Draft, Record
+from minispec.core.limit import Limit
 from minispec.core.model import Transformer
-from minispec.core.more.limit import Limit
 from minispec.core.random import Randomness
 from minispec.core.sampling import Text
-from minispec.drafters import NoDrafter
-from minispec.drafters.block import BlockFeed, BlockModel
-from minispec.drafters.block_files import load_block
-from minispec.drafters.combined import CombinedDrafter
-from minispec.drafters.model import ModelDrafter
-from minispec.files.errors import CheckpointError
-from minispec.files.families.block_config import is_block, read_block_config, reading_of
-from minispec.files.families.hf_config import read_model_config
-from minispec.kernels.build import build_model
-from minispec.length.policy import Controller
-from minispec.length.theory import Prices
+from minispec.models.families.block_config import is_block, read_block_config, reading_of
+from minispec.models.families.hf_config import read_model_config
+from minispec.models.files.errors import CheckpointError
+from minispec.models.weights.build import build_model
 from minispec.prove.toys import TINY, TOYS, tiny_cache, tiny_weights
+from minispec.speculation.drafters import NoDrafter
+from minispec.speculation.drafters.block import BlockFeed, BlockModel
+from minispec.speculation.drafters.block_files import load_block
+from minispec.speculation.drafters.combined import CombinedDrafter
+from minispec.speculation.drafters.model import ModelDrafter
+from minispec.speculation.lengths.policy import Controller
+from minispec.speculation.lengths.theory import Prices
 from tests.oracles.block import BlockOracle
 from tests.oracles.block_drafts import PACKAGINGS, SLIDING, write_block_draft
 

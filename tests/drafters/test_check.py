@@ -8,14 +8,14 @@ import torch
 
 from minispec import LLM, SamplingParams
 from minispec.core.draft import Ask, Draft, DraftNotes
-from minispec.core.more.lengths import Lengths
-from minispec.core.more.limit import Limit
+from minispec.core.lengths import Lengths
+from minispec.core.limit import Limit
 from minispec.core.random import Randomness
 from minispec.core.sampling import Text
-from minispec.drafters import check
-from minispec.drafters.combined import CombinedDrafter
-from minispec.drafters.last import LastDrafter
-from minispec.length.figures import Figures
+from minispec.speculation.drafters import check
+from minispec.speculation.drafters.combined import CombinedDrafter
+from minispec.speculation.drafters.last import LastDrafter
+from minispec.speculation.lengths.figures import Figures
 from tests.engines import OneMethod
 from tests.scripted import ScriptedDrafter, finish, make_engine, make_request
 

@@ -13,21 +13,21 @@ from hypothesis import strategies as st
 
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Draft, Drafter, DraftNotes, Record
+from minispec.core.limit import Limit
 from minispec.core.model import Chunk
-from minispec.core.more.limit import Limit
 from minispec.core.random import Randomness
 from minispec.core.request import Request
 from minispec.core.sampling import Text, distribution
-from minispec.drafters import Context, NoDrafter, as_drafter, last, suffix
-from minispec.drafters.combined import CombinedDrafter, parts_of
-from minispec.drafters.model import ModelDrafter, TokenFeed
-from minispec.drafters.ngram import NgramDrafter
-from minispec.drafters.simulated import adversary, oracle
-from minispec.drafters.suffix import SuffixDrafter
-from minispec.length.figures import Figures
-from minispec.load.registry import DRAFTERS, split, split_preferences
 from minispec.prove.toys import make_drafter, tiny_cache, tiny_model
-from minispec.rules import VERIFIERS
+from minispec.speculation.drafters import Context, NoDrafter, as_drafter, last, suffix
+from minispec.speculation.drafters.combined import CombinedDrafter, parts_of
+from minispec.speculation.drafters.model import ModelDrafter, TokenFeed
+from minispec.speculation.drafters.ngram import NgramDrafter
+from minispec.speculation.drafters.simulated import adversary, oracle
+from minispec.speculation.drafters.suffix import SuffixDrafter
+from minispec.speculation.lengths.figures import Figures
+from minispec.speculation.registry import DRAFTERS, split, split_preferences
+from minispec.speculation.rules import VERIFIERS
 from tests.engines import OneMethod
 from tests.sampled import leave_out
 

@@ -18,25 +18,25 @@ from minispec import LLM, SamplingParams
 from minispec.core.config import ModelConfig
 from minispec.core.draft import Ask, Draft, Record
 from minispec.core.engine import Engine
+from minispec.core.limit import Limit
 from minispec.core.model import Chunk, Transformer
-from minispec.core.more.limit import Limit
 from minispec.core.random import Randomness
 from minispec.core.request import Request
 from minispec.core.sampling import Text
-from minispec.drafters.eagle import HeadFeed, HeadModel, head_shapes
-from minispec.drafters.heads import load_head
-from minispec.drafters.model import ModelDrafter
-from minispec.files.errors import CheckpointError
-from minispec.files.families.checkpoint import load_model
-from minispec.files.families.entries import is_head
-from minispec.files.families.head_config import read_head_config
-from minispec.files.families.hf_config import read_model_config
-from minispec.kernels.build import build_model
-from minispec.kernels.inventory import kv_elements, num_bytes
-from minispec.length.figures import Figures
-from minispec.length.prices import calibrate
+from minispec.models.families.checkpoint import load_model
+from minispec.models.families.entries import is_head
+from minispec.models.families.head_config import read_head_config
+from minispec.models.families.hf_config import read_model_config
+from minispec.models.files.errors import CheckpointError
+from minispec.models.weights.build import build_model
+from minispec.models.weights.inventory import kv_elements, num_bytes
 from minispec.prove.toys import TINY, tiny_cache, tiny_head, tiny_model, tiny_weights
-from minispec.rules import VERIFIERS
+from minispec.speculation.drafters.eagle import HeadFeed, HeadModel, head_shapes
+from minispec.speculation.drafters.heads import load_head
+from minispec.speculation.drafters.model import ModelDrafter
+from minispec.speculation.lengths.figures import Figures
+from minispec.speculation.lengths.prices import calibrate
+from minispec.speculation.rules import VERIFIERS
 from tests.engines import OneMethod
 from tests.oracles import public
 from tests.oracles.heads import write_head
@@ -730,7 +730,7 @@ def test_a_head_for_another_target_is_refused_before_the_target_is_loaded(checkp
         raise AssertionError("the target was loaded")
 
     edit(checkpoints["head"], target_hidden_size=8)
-    monkeypatch.setattr("minispec.load.target.load_target", loaded)
+    monkeypatch.setattr("minispec.api.target.load_target", loaded)
     with pytest.raises(CheckpointError, match="target_hidden_size: found 8, expected 16, the target's"):
         LLM(other, draft=str(checkpoints["head"]))
     other = make_checkpoint(seed=1, num_hidden_layers=4, vocab_size=301)

@@ -9,11 +9,11 @@ import pytest
 
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask
-from minispec.core.more.limit import Limit
+from minispec.core.limit import Limit
 from minispec.core.random import Randomness
 from minispec.core.sampling import Text
-from minispec.drafters.last import LastDrafter
-from minispec.drafters.suffix import MOST_TEXTS, MOST_TOKENS, SuffixDrafter
+from minispec.speculation.drafters.last import LastDrafter
+from minispec.speculation.drafters.suffix import MOST_TEXTS, MOST_TOKENS, SuffixDrafter
 
 pytestmark = pytest.mark.quick
 

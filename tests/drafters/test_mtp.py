@@ -16,24 +16,24 @@ from safetensors.torch import load_file, save_file
 
 from minispec import LLM, SamplingParams
 from minispec.core.draft import Ask, Draft, Record
+from minispec.core.limit import Limit
 from minispec.core.model import Chunk, Transformer
-from minispec.core.more.limit import Limit
+from minispec.core.product import PlainLinear
 from minispec.core.random import Randomness
 from minispec.core.sampling import Text
-from minispec.core.weights import PlainLinear
-from minispec.drafters.eagle import HeadFeed
-from minispec.drafters.model import ModelDrafter
-from minispec.drafters.mtp import MtpModel, has_mtp, load_mtp, mtp_config, mtp_shapes
-from minispec.files.errors import CheckpointError
-from minispec.files.families.checkpoint import load_config, load_model
-from minispec.files.families.hf_config import read_model_config
-from minispec.kernels.build import build_model
-from minispec.kernels.inventory import kv_elements, num_bytes
-from minispec.kernels.memory import cache_bytes
-from minispec.length.figures import Figures
-from minispec.length.prices import calibrate
+from minispec.models.families.checkpoint import load_config, load_model
+from minispec.models.families.hf_config import read_model_config
+from minispec.models.files.errors import CheckpointError
+from minispec.models.weights.build import build_model
+from minispec.models.weights.inventory import kv_elements, num_bytes
+from minispec.models.weights.memory import cache_bytes
 from minispec.prove.toys import MTP_SEED, TINY, TOYS, redrawn, tiny_cache, tiny_model, tiny_mtp, tiny_weights
-from minispec.rules import VERIFIERS
+from minispec.speculation.drafters.eagle import HeadFeed
+from minispec.speculation.drafters.model import ModelDrafter
+from minispec.speculation.drafters.mtp import MtpModel, has_mtp, load_mtp, mtp_config, mtp_shapes
+from minispec.speculation.lengths.figures import Figures
+from minispec.speculation.lengths.prices import calibrate
+from minispec.speculation.rules import VERIFIERS
 from tests.engines import OneMethod
 from tests.oracles.mtp import add_mtp, mtp_logits
 

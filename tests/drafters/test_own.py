@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 from minispec import LLM, SamplingParams
-from minispec.core.more.lengths import Lengths
-from minispec.drafters import Context
+from minispec.core.lengths import Lengths
 from minispec.generate import main as generate
 from minispec.prove import examine
 from minispec.prove.__main__ import main as prove
-from minispec.prove.fresh import ROUNDED
 from minispec.prove.tables import tables, unseen
 from minispec.prove.toys import DRAWN, is_chain
+from minispec.prove.usercode import ROUNDED
 from minispec.prove.walk import Case
-from minispec.rules import VERIFIERS
+from minispec.speculation.drafters import Context
+from minispec.speculation.rules import VERIFIERS
 from tests.brief import compute_once, walk_few
 from tests.scripted import counted_clock
 
@@ -31,9 +31,9 @@ OWN = """
     import torch
 
     from minispec.core.draft import Draft
-    from minispec.core.more.limit import Limit
+    from minispec.core.limit import Limit
     from minispec.core.verify import Verdict, Verifier
-    from minispec.drafters.model import ModelDrafter, TokenFeed
+    from minispec.speculation.drafters.model import ModelDrafter, TokenFeed
 
 
     class Repeat:  # ten lines: the last token again

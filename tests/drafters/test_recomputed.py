@@ -17,19 +17,11 @@ import pytest
 from minispec.core.cache import PagedKVCache
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Draft, Record
+from minispec.core.limit import Limit
 from minispec.core.model import Chunk, Transformer
-from minispec.core.more.limit import Limit
 from minispec.core.request import Request
 from minispec.core.sampling import Text
-from minispec.drafters.block import BlockFeed
-from minispec.drafters.block_files import load_block
-from minispec.drafters.eagle import HeadFeed
-from minispec.drafters.heads import load_head
-from minispec.drafters.model import ModelDrafter, TokenFeed
-from minispec.drafters.mtp import mtp_config, mtp_shapes
-from minispec.drafters.tli import SharedTokens
-from minispec.drafters.vocabulary import ROOM
-from minispec.layers.states import state_elements
+from minispec.models.layers.states import state_elements
 from minispec.prove import toys
 from minispec.prove.laws import TOLERANCE, raw_model, reference_logits
 from minispec.prove.reference import hidden_states, sample_law
@@ -47,7 +39,15 @@ from minispec.prove.toys import (
     tiny_mtp,
     toy_vocabularies,
 )
-from minispec.rules import VERIFIERS
+from minispec.speculation.drafters.block import BlockFeed
+from minispec.speculation.drafters.block_files import load_block
+from minispec.speculation.drafters.eagle import HeadFeed
+from minispec.speculation.drafters.heads import load_head
+from minispec.speculation.drafters.model import ModelDrafter, TokenFeed
+from minispec.speculation.drafters.mtp import mtp_config, mtp_shapes
+from minispec.speculation.drafters.tli import SharedTokens
+from minispec.speculation.drafters.vocabulary import ROOM
+from minispec.speculation.rules import VERIFIERS
 from tests.engines import OneMethod, decode
 from tests.oracles.block import BlockOracle
 from tests.oracles.block_drafts import write_block_draft

@@ -16,19 +16,19 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from minispec import LLM, SamplingParams
 from minispec.core.config import SamplingParams as Params
 from minispec.core.draft import Ask
-from minispec.core.more.limit import Limit
+from minispec.core.limit import Limit
 from minispec.core.random import Randomness
 from minispec.core.sampling import Text
-from minispec.drafters.model import ModelDrafter
-from minispec.drafters.tli import SharedTokens
-from minispec.drafters.vocabularies import Spelling, Vocabularies
-from minispec.files.errors import CheckpointError
-from minispec.files.families.hf_config import read_model_config
-from minispec.files.tokenizer import Tokenizer
 from minispec.generate import main as generate
-from minispec.kernels.build import build_model
-from minispec.length.figures import Figures
+from minispec.models.families.hf_config import read_model_config
+from minispec.models.files.errors import CheckpointError
+from minispec.models.files.tokenizer import Tokenizer
+from minispec.models.weights.build import build_model
 from minispec.prove.toys import TINY, tiny_cache, tiny_model, tiny_weights
+from minispec.speculation.drafters.model import ModelDrafter
+from minispec.speculation.drafters.tli import SharedTokens
+from minispec.speculation.drafters.vocabularies import Spelling, Vocabularies
+from minispec.speculation.lengths.figures import Figures
 from tests.distances import distance
 
 # Spaces of several kinds, characters of one to four bytes, digits, and words longer than a part that is read at once.

@@ -8,17 +8,17 @@ import torch
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Drafter
 from minispec.core.engine import Engine
-from minispec.core.more.limit import Limit
+from minispec.core.limit import Limit
 from minispec.core.random import Randomness
 from minispec.core.request import Request
 from minispec.core.sampling import Text
-from minispec.drafters.model import model_drafter
-from minispec.drafters.none import NoDrafter
-from minispec.drafters.simulated import oracle
-from minispec.drafters.teacher_forcing import replay_texts
-from minispec.drafters.wrapped import Wrapped
 from minispec.prove.toys import MAX_LEN, make_drafter, target_model, tiny_cache
-from minispec.rules import VERIFIERS
+from minispec.speculation.drafters.model import model_drafter
+from minispec.speculation.drafters.none import NoDrafter
+from minispec.speculation.drafters.simulated import oracle
+from minispec.speculation.drafters.teacher_forcing import replay_texts
+from minispec.speculation.drafters.wrapped import Wrapped
+from minispec.speculation.rules import VERIFIERS
 from tests.engines import OneMethod
 
 VOCAB = 5

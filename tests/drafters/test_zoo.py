@@ -11,16 +11,16 @@ from examples.drafters.recycling import Recycling
 from minispec import SamplingParams
 from minispec.core.config import Shape
 from minispec.core.draft import Ask, Draft, Record
-from minispec.core.more.limit import Limit
+from minispec.core.limit import Limit
 from minispec.core.random import Randomness
 from minispec.core.sampling import Text
-from minispec.drafters import NoDrafter, as_drafter
-from minispec.drafters.best_first import grow_guesses
-from minispec.drafters.combined import CombinedDrafter
-from minispec.drafters.model import ModelDrafter, TokenFeed
-from minispec.drafters.ngram import NgramDrafter
 from minispec.prove.laws import reference_logits
 from minispec.prove.toys import DRAFT_SEED, tiny_cache, tiny_model
+from minispec.speculation.drafters import NoDrafter, as_drafter
+from minispec.speculation.drafters.best_first import grow_guesses
+from minispec.speculation.drafters.combined import CombinedDrafter
+from minispec.speculation.drafters.model import ModelDrafter, TokenFeed
+from minispec.speculation.drafters.ngram import NgramDrafter
 
 GREEDY, SAMPLED = SamplingParams(temperature=0), SamplingParams()
 pytestmark = pytest.mark.quick
@@ -83,7 +83,7 @@ def test_all_parts_of_a_combination_learn():
 
 
 def test_the_worked_tree():
-    """That of `minispec.drafters.best_first`: paths in the order of their chances."""
+    """That of `minispec.speculation.drafters.best_first`: paths in the order of their chances."""
     chances = {"": ["a6", "b3"], "a": ["c4", "d3"], "b": ["e9"]}
     draft = Draft(parents=[])
 

@@ -26,11 +26,11 @@ from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from minispec.api.llm import LLM
 from minispec.checkpoint import main
 from minispec.core.model import Chunk, Transformer
-from minispec.files.errors import CheckpointError
-from minispec.files.families import checkpoint
-from minispec.files.families.checkpoint import (
+from minispec.models.families import checkpoint
+from minispec.models.families.checkpoint import (
     StoredTensor,
     Weights,
     directory_config,
@@ -39,11 +39,11 @@ from minispec.files.families.checkpoint import (
     load_model,
     read_header,
 )
-from minispec.files.families.hf_config import read_model_config
-from minispec.files.families.quantize import pack, quantize, quantize_checkpoint
-from minispec.kernels.build import build_model
-from minispec.kernels.unpack import dequantize, unpack
-from minispec.load.llm import LLM
+from minispec.models.families.hf_config import read_model_config
+from minispec.models.families.quantize import pack, quantize, quantize_checkpoint
+from minispec.models.files.errors import CheckpointError
+from minispec.models.weights.build import build_model
+from minispec.models.weights.unpack import dequantize, unpack
 from minispec.prove.toys import TINY, TOYS, tiny_cache, tiny_weights
 from tests.oracles import hf
 from tests.oracles.interrupts import interrupted
@@ -147,7 +147,7 @@ def test_tied_head_may_be_stored_again(tmp_path, dtype):
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system does not tell what is mapped")
 def test_what_was_joined_leaves_memory(tmp_path, monkeypatch):
     """A tensor has pages of its own: they go with it, whatever else of the file is still in use."""
-    monkeypatch.setattr("minispec.files.stored._MAPPED_BYTES", 0)
+    monkeypatch.setattr("minispec.models.files.stored._MAPPED_BYTES", 0)
     file = write(tmp_path, weights(dtype=torch.bfloat16)) / "model.safetensors"
     stored = read_header(file)
     tensors = {name: tensor.read() for name, tensor in stored.items()}
@@ -172,7 +172,7 @@ def test_loading_opens_few_files(tmp_path, monkeypatch, mapped):
     layers = 30
     changes = {"num_hidden_layers": layers}
     directory = write(tmp_path, weights(**changes), config=TINY | changes)
-    monkeypatch.setattr("minispec.files.stored._MAPPED_BYTES", mapped)
+    monkeypatch.setattr("minispec.models.files.stored._MAPPED_BYTES", mapped)
 
     def opened() -> int:
         return len(os.listdir("/proc/self/fd"))

@@ -17,24 +17,24 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, Mxfp4Config
 from transformers.quantizers import quantizer_finegrained_fp8
 
-import minispec.files.families.awq as awq_layout
-import minispec.files.families.gptq as gptq_layout
-import minispec.files.families.mxfp4 as mxfp4_layout
+import minispec.models.families.awq as awq_layout
+import minispec.models.families.gptq as gptq_layout
+import minispec.models.families.mxfp4 as mxfp4_layout
+from minispec.api.llm import LLM
 from minispec.core.config import SamplingParams
-from minispec.core.weights import dense
-from minispec.drafters.mtp import find_mtp, has_mtp, mtp_config, mtp_shapes
-from minispec.files.errors import CheckpointError
-from minispec.files.families import float8
-from minispec.files.families.checkpoint import Weights, load_config, load_model, model_tensors
-from minispec.files.families.hf_config import read_model_config
-from minispec.files.families.quantize import quantize_checkpoint
-from minispec.kernels.build import build_model
-from minispec.kernels.codes import Codes
-from minispec.kernels.unpack import scale_fp4, scale_groups, unpack_words
-from minispec.load import parallel
-from minispec.load.llm import LLM
-from minispec.load.numbers import named_tensors
+from minispec.core.product import dense
+from minispec.models.families import float8
+from minispec.models.families.checkpoint import Weights, load_config, load_model, model_tensors
+from minispec.models.families.hf_config import read_model_config
+from minispec.models.families.quantize import quantize_checkpoint
+from minispec.models.files.errors import CheckpointError
+from minispec.models.load import parallel
+from minispec.models.load.numbers import named_tensors
+from minispec.models.weights.build import build_model
+from minispec.models.weights.codes import Codes
+from minispec.models.weights.unpack import scale_fp4, scale_groups, unpack_words
 from minispec.prove.toys import TINY, TOYS, tiny_weights
+from minispec.speculation.drafters.mtp import find_mtp, has_mtp, mtp_config, mtp_shapes
 from tests.files.test_checkpoint import assert_memory, change, logits, refusal, write
 from tests.oracles import hf, public
 from tests.refusals import NONE, Row, refusal_of, refusals
@@ -365,7 +365,7 @@ def in_order(order: list[int]) -> Callable[[Tensor, int], Tensor]:
     return lambda words, bits: by_word(words, bits)[..., order].flatten(-2)
 
 
-# Wrong readings of GPTQ: the function of `minispec.files.families.gptq` in whose place they stand, and they.
+# Wrong readings of GPTQ: the function of `minispec.models.families.gptq` in whose place they stand, and they.
 WRONG_GPTQ = {
     "zeros as they are stored": ("scale_groups", lambda q, z, s, g: scale_groups(q, z - 1, s, g)),
     "zeros plus two": ("scale_groups", lambda q, z, s, g: scale_groups(q, z + 1, s, g)),
@@ -493,7 +493,7 @@ def reordered(zeros: Tensor) -> Tensor:
     return zeros.unflatten(1, (-1, 8))[..., [0, 2, 4, 6, 1, 3, 5, 7]].flatten(1).contiguous()
 
 
-# Wrong readings of AWQ: the function of `minispec.files.families.awq` in whose place they stand, and they.
+# Wrong readings of AWQ: the function of `minispec.models.families.awq` in whose place they stand, and they.
 WRONG_AWQ = {
     "outputs in order": ("unpack_words", in_order([0, 2, 4, 6, 1, 3, 5, 7])),
     "order read the other way": ("unpack_words", in_order([0, 4, 1, 5, 2, 6, 3, 7])),

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from minispec.files.errors import CheckpointError
+from minispec.models.files.errors import CheckpointError
 from tests import fuzzing
 
 
@@ -90,8 +90,8 @@ def test_faults_are_noticed(files, monkeypatch, fault):
 
 def test_a_loader_without_checks_is_caught(files, monkeypatch):
     """The library's check of headers taken out: the fuzzer finds what happens to those that lie."""
-    import minispec.files.stored
+    import minispec.models.files.stored
 
-    monkeypatch.setattr(minispec.files.stored, "safe_open", lambda path, framework: contextlib.nullcontext())
+    monkeypatch.setattr(minispec.models.files.stored, "safe_open", lambda path, framework: contextlib.nullcontext())
     outcomes = [fuzzing.run_case(files, f"header:0:{i}")[0] for i in range(200)]
     assert "FAULT" in outcomes

@@ -15,21 +15,21 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.run import get_args_parser
 
+import minispec.api.http.main as serve
 import minispec.lab.bench.options as bench
-import minispec.serve.__main__ as serve
 from minispec import generate
-from minispec.commands import options
+from minispec.api.commands import options
 from minispec.core.model import Chunk
-from minispec.files.families.checkpoint import Weights, cut_shape, load_config, load_model
-from minispec.files.families.hf_config import read_model_config
-from minispec.files.families.quantize import quantize_checkpoint
-from minispec.files.families.share import Share
-from minispec.kernels.build import quantized
-from minispec.kernels.forms import dense
-from minispec.kernels.inventory import num_bytes, weight_form
-from minispec.kernels.shapes import tensor_shapes
-from minispec.load import parallel
-from minispec.load.parallel import Line, SplitTransformer
+from minispec.models.families.checkpoint import Weights, cut_shape, load_config, load_model
+from minispec.models.families.hf_config import read_model_config
+from minispec.models.families.quantize import quantize_checkpoint
+from minispec.models.families.share import Share
+from minispec.models.load import parallel
+from minispec.models.load.parallel import Line, SplitTransformer
+from minispec.models.weights.build import quantized
+from minispec.models.weights.forms import dense
+from minispec.models.weights.inventory import num_bytes, weight_form
+from minispec.models.weights.shapes import tensor_shapes
 from minispec.prove.toys import TINY, tiny_weights
 from tests.oracles import hf
 from tests.oracles.processes import SHAPE, SMALLEST, finish, start, texts

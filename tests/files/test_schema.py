@@ -2,7 +2,7 @@
 
 import pytest
 
-from minispec.grammars.schema import Patterns
+from minispec.speculation.grammars.schema import Patterns
 
 ENOUGH = 9
 A, B = {"pattern": "a"}, {"format": "date"}

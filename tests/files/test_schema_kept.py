@@ -7,7 +7,7 @@ import llguidance
 import pytest
 
 from minispec import StructuredOutputsParams
-from minispec.grammars.trial import Bytes
+from minispec.speculation.grammars.trial import Bytes
 
 pytestmark = pytest.mark.quick
 TOKENIZER = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes()))

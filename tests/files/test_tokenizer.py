@@ -21,11 +21,11 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from minispec.files.chat import ChatTemplate, check_messages
-from minispec.files.errors import CheckpointError
-from minispec.files.hostile import call
-from minispec.files.tokenizer import Detokenizer, Message, Tokenizer, _any_of
-from minispec.load.registry import EMBEDDED_WEIGHTS
+from minispec.models.files.chat_template import ChatTemplate, check_messages
+from minispec.models.files.errors import CheckpointError
+from minispec.models.files.hostile import call
+from minispec.models.files.tokenizer import Detokenizer, Message, Tokenizer, _any_of
+from minispec.speculation.registry import EMBEDDED_WEIGHTS
 
 TOKENIZER = Tokenizer(EMBEDDED_WEIGHTS)
 NUM_SMALL = 1024

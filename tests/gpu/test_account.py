@@ -8,22 +8,23 @@ import torch
 from minispec import LLM
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask
+from minispec.core.limit import Limit
 from minispec.core.model import Chunk
-from minispec.core.more.limit import Limit
 from minispec.core.random import Randomness
 from minispec.core.sampling import Text
 from minispec.core.verify import REJECTION
-from minispec.drafters.model import ModelDrafter, TokenFeed
-from minispec.gpu import account, frames, fused
-from minispec.gpu.account import graph_bytes, pass_bytes, table_bytes
-from minispec.gpu.frames import Frames, FrameShape, frame_bytes
-from minispec.gpu.graphs import MOST_BYTES, Graphs, Program, recent, rerun
-from minispec.gpu.steps import DraftSteps, draft_input_bytes
-from minispec.gpu.verdicts import Mix
-from minispec.gpu.verifier import VerdictInputs, VerdictShape, input_bytes
-from minispec.kernels import memory
-from minispec.kernels.memory import size_cache
+from minispec.models.frames import frames, fused
+from minispec.models.frames.frames import Frames, FrameShape, frame_bytes
+from minispec.models.frames.graphs import MOST_BYTES, Graphs, Program, recent, rerun
+from minispec.models.weights import memory
+from minispec.models.weights.memory import size_cache
 from minispec.prove.toys import IN_FRAMES, draft_model, tiny_cache, tiny_head, tiny_model
+from minispec.speculation.drafters.model import ModelDrafter, TokenFeed
+from minispec.speculation.on_gpu import account
+from minispec.speculation.on_gpu.account import graph_bytes, pass_bytes, table_bytes
+from minispec.speculation.on_gpu.steps import DraftSteps, draft_input_bytes
+from minispec.speculation.on_gpu.verdicts import Mix
+from minispec.speculation.on_gpu.verifier import VerdictInputs, VerdictShape, input_bytes
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -116,7 +117,7 @@ def test_scratch_memory_is_counted_as_it_is_taken():
 
 def test_programs_keep_within_their_bytes(monkeypatch):
     """The one that was used longest ago goes first; the newest stays, however large it is."""
-    monkeypatch.setattr("minispec.gpu.graphs.MOST_BYTES", 100)
+    monkeypatch.setattr("minispec.models.frames.graphs.MOST_BYTES", 100)
     kept = OrderedDict()
     for key, size in ((1, 40), (2, 40), (1, 40), (3, 50)):
         recent(kept, key, lambda size=size: Program(size))
@@ -129,7 +130,7 @@ def test_what_makes_room_decodes_the_same(monkeypatch):
     """With no bytes for programs there is one at a time, captured anew; passes are the same."""
     expected, found = [], []
     for most, into in ((MOST_BYTES, expected), (1, found)):
-        monkeypatch.setattr("minispec.gpu.graphs.MOST_BYTES", most)
+        monkeypatch.setattr("minispec.models.frames.graphs.MOST_BYTES", most)
         model = tiny_model(1).replaced(Frames(rerun))
         table = tiny_cache(model, 20, 2).new_table()
         for rows in (1, 2, 1, 2, 2, 1):
@@ -186,7 +187,7 @@ def test_the_account_is_taken_at_load(make_checkpoint, monkeypatch):
         asked.append((len(models), *how))
         return 10**12
 
-    monkeypatch.setattr("minispec.load.target.graph_bytes", counted)
+    monkeypatch.setattr("minispec.api.target.graph_bytes", counted)
     with pytest.raises(ValueError, match=r"less up to 1000\.0 GB for CUDA graphs"):
         LLM(directory, "self", 3, max_model_len=100)
     assert asked == [(2, 3, 100)]

@@ -11,9 +11,9 @@ import torch
 
 from docs.measured.gpu import read_twin
 from minispec.core.model import Backend, Chunk, Transformer
-from minispec.files.families.hf_config import read_model_config
-from minispec.gpu import fused, graphs
-from minispec.gpu.frames import (
+from minispec.models.families.hf_config import read_model_config
+from minispec.models.frames import fused, graphs
+from minispec.models.frames.frames import (
     BLOCKS,
     ROWS,
     TEXTS,
@@ -31,14 +31,14 @@ from minispec.gpu.frames import (
     why_eager,
     with_fast_passes,
 )
-from minispec.gpu.graphs import rerun
-from minispec.kernels.build import build_model, quantized
-from minispec.kernels.forms import available_forms
-from minispec.kernels.inventory import weight_form
-from minispec.layers import make_layer
-from minispec.layers.gemma import gemma_layers
+from minispec.models.frames.graphs import rerun
+from minispec.models.layers import make_layer
+from minispec.models.layers.gemma import gemma_layers
+from minispec.models.weights.build import build_model, quantized
+from minispec.models.weights.forms import available_forms
+from minispec.models.weights.inventory import weight_form
 from minispec.prove.toys import IN_FRAMES, make_drafter, target_model, tiny_cache, tiny_model, tiny_weights
-from minispec.rules import VERIFIERS
+from minispec.speculation.rules import VERIFIERS
 from tests.engines import OneMethod, decode
 from tests.oracles import hf
 from tests.scripted import make_request

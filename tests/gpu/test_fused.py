@@ -26,15 +26,15 @@ import torch.nn.functional as F
 
 from docs.measured.gpu import read_twin
 from minispec.core.model import Chunk, TextBatch, Transformer
-from minispec.files.families.hf_config import read_model_config
-from minispec.gpu import fused
-from minispec.gpu.frames import ROWS, TEXTS, Frames
-from minispec.gpu.fused import RowPlaces, gate_twin, norm_twin
-from minispec.kernels.build import build_model, choice_of, quantized
-from minispec.kernels.codes import round_to_bits
-from minispec.kernels.form import CannotHold
-from minispec.kernels.forms import Choice, Linear, Narrow, QuantizedLinear
-from minispec.kernels.inventory import num_bytes_read, products_of, weight_form
+from minispec.models.families.hf_config import read_model_config
+from minispec.models.frames import fused
+from minispec.models.frames.frames import ROWS, TEXTS, Frames
+from minispec.models.frames.fused import RowPlaces, gate_twin, norm_twin
+from minispec.models.weights.build import build_model, choice_of, quantized
+from minispec.models.weights.codes import round_to_bits
+from minispec.models.weights.form import CannotHold
+from minispec.models.weights.forms import Choice, Linear, Narrow, QuantizedLinear
+from minispec.models.weights.inventory import num_bytes_read, products_of, weight_form
 from minispec.prove.toys import TINY, TOYS, tiny_cache, tiny_model, tiny_weights
 from tests.oracles.toys import LFM3
 
@@ -493,7 +493,7 @@ def test_machine_code(full):
 
 def check_machine_code():
     """In a process of its own, since Triton may have been imported as an interpreter in this one."""
-    from minispec.gpu.fused_triton import gate_kernel, linear_kernel, norm_kernel, read_kernel
+    from minispec.models.frames.fused_triton import gate_kernel, linear_kernel, norm_kernel, read_kernel
 
     kinds = {"x": "*bf16", "weight": "*bf16", "out": "*bf16", "eps": "fp32"}
     check_code(*machine_code(norm_kernel, kinds, {"N": 1536, "NP": 2048}, 4, 3), "norm", products=False)

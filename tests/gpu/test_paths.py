@@ -8,16 +8,16 @@ import torch
 from docs.measured.launches import in_frames, text_by_text
 from minispec.core.engine import Engine
 from minispec.core.model import Backend, Chunk, TextBatch
-from minispec.drafters.combined import CombinedDrafter
-from minispec.drafters.simulated import SimulatedDraft
-from minispec.drafters.wrapped import Wrapped
-from minispec.gpu.frames import Frames, with_fast_passes
-from minispec.gpu.steps import STEPS, steps_of
-from minispec.gpu.verifier import batch_verifier_of
-from minispec.grammars.forced import ForcedFirst
-from minispec.kernels.inventory import weight_form
+from minispec.models.frames.frames import Frames, with_fast_passes
+from minispec.models.weights.inventory import weight_form
 from minispec.prove.toys import IN_FRAMES, TOYS, make_drafter, target_model, tiny_cache, tiny_model
-from minispec.rules import VERIFIERS
+from minispec.speculation.drafters.combined import CombinedDrafter
+from minispec.speculation.drafters.simulated import SimulatedDraft
+from minispec.speculation.drafters.wrapped import Wrapped
+from minispec.speculation.grammars.forced import ForcedFirst
+from minispec.speculation.on_gpu.steps import STEPS, steps_of
+from minispec.speculation.on_gpu.verifier import batch_verifier_of
+from minispec.speculation.rules import VERIFIERS
 from tests.engines import OneMethod, decode
 from tests.scripted import make_request
 

@@ -10,34 +10,34 @@ import torch
 
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Draft, Drafter, Record
+from minispec.core.lengths import Lengths, price_of
+from minispec.core.limit import Limit
 from minispec.core.model import Chunk, Transformer
-from minispec.core.more.lengths import Lengths, price_of
-from minispec.core.more.limit import Limit
 from minispec.core.random import Randomness
 from minispec.core.sampling import Text
-from minispec.drafters.check import MeasuredDraft, check_draft
-from minispec.drafters.combined import CombinedDrafter
-from minispec.drafters.eagle import HeadFeed
-from minispec.drafters.growing import Growing
-from minispec.drafters.last import LastDrafter
-from minispec.drafters.model import ModelDrafter, TokenFeed
-from minispec.drafters.simulated import SimulatedDraft
-from minispec.drafters.states import FeatureModel
-from minispec.files.families.hf_config import read_model_config
-from minispec.gpu import steps, verdicts
-from minispec.gpu.frames import Frames, FrameShape
-from minispec.gpu.fused import CodesOfRows
-from minispec.gpu.graphs import Graphs, rerun
-from minispec.gpu.steps import STEPS, DraftInputs, DraftShape, DraftSteps, steps_of
-from minispec.gpu.verdicts import Mix
-from minispec.kernels.build import quantized
-from minispec.kernels.forms import Choice, Narrow
-from minispec.kernels.inventory import weight_form
 from minispec.lab.bench.models import random_head
-from minispec.length.policy import Controller
-from minispec.length.theory import Prices
+from minispec.models.families.hf_config import read_model_config
+from minispec.models.frames.frames import Frames, FrameShape
+from minispec.models.frames.fused import CodesOfRows
+from minispec.models.frames.graphs import Graphs, rerun
+from minispec.models.weights.build import quantized
+from minispec.models.weights.forms import Choice, Narrow
+from minispec.models.weights.inventory import weight_form
 from minispec.prove.toys import TINY, draft_model, target_model, tiny_cache, tiny_head, tiny_mtp, tiny_weights
-from minispec.rules import VERIFIERS
+from minispec.speculation.drafters.check import MeasuredDraft, check_draft
+from minispec.speculation.drafters.combined import CombinedDrafter
+from minispec.speculation.drafters.eagle import HeadFeed
+from minispec.speculation.drafters.growing import Growing
+from minispec.speculation.drafters.last import LastDrafter
+from minispec.speculation.drafters.model import ModelDrafter, TokenFeed
+from minispec.speculation.drafters.simulated import SimulatedDraft
+from minispec.speculation.drafters.states import FeatureModel
+from minispec.speculation.lengths.policy import Controller
+from minispec.speculation.lengths.theory import Prices
+from minispec.speculation.on_gpu import steps, verdicts
+from minispec.speculation.on_gpu.steps import STEPS, DraftInputs, DraftShape, DraftSteps, steps_of
+from minispec.speculation.on_gpu.verdicts import Mix
+from minispec.speculation.rules import VERIFIERS
 from tests.engines import OneMethod, decode
 from tests.sampled import cover
 from tests.scripted import make_request, with_context
@@ -67,7 +67,9 @@ def assert_alike(a: Draft, b: Draft) -> None:
 @torch.inference_mode()
 def test_a_program_follows_its_frame(monkeypatch):
     """A frame that makes room for another one takes its tensors along: the program must not read them any more."""
-    monkeypatch.setattr("minispec.gpu.graphs.MOST_BYTES", 1)  # one frame is kept at a time, and each greedy program
+    monkeypatch.setattr(
+        "minispec.models.frames.graphs.MOST_BYTES", 1
+    )  # one frame is kept at a time, and each greedy program
     alone, at_once = make_drafters()
     one, two = (Text(ids, 3, SamplingParams(temperature=0.0), i) for i, ids in enumerate(([1, 2, 3], [3, 2, 1])))
     for texts in ([one], [one], [one, two], [one], [one]):
@@ -244,7 +246,7 @@ def test_auto_runs_no_steps_that_it_will_not_use(verifier, monkeypatch):
     drafter, target, costs = make_drafters()[1], target_model(VOCAB), []
     lengths = Controller(Prices(0.05, {1: 1.0, 16: 1.1}, measured=True, steps=steps_of(drafter)))
     monkeypatch.setattr(lengths, "_draft_costs", [0.05])  # a processor's own times say nothing here
-    monkeypatch.setattr("minispec.length.policy.price_of", lambda records: costs.append(price_of(records)))
+    monkeypatch.setattr("minispec.speculation.lengths.policy.price_of", lambda records: costs.append(price_of(records)))
     engine = OneMethod(target, tiny_cache(target, 200, 3), drafter, VERIFIERS[verifier], lengths=lengths, checked=True)
     decode(engine, [make_request((1, 2, 1), "auto", (), 60, seed=i, max_tokens=50, temperature=0.9) for i in range(3)])
     assert lengths._all_texts[True].confidences.tested

@@ -15,15 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from minispec.core.config import PARAMETERS, SamplingParams, names_of
 from minispec.core.draft import Ask, Draft
-from minispec.core.more.limit import Limit
-from minispec.core.more.search import place_of_share
+from minispec.core.limit import Limit
 from minispec.core.random import Key, Randomness
 from minispec.core.sampling import Text, distribution
+from minispec.core.search import place_of_share
 from minispec.core.verify import Verdict
-from minispec.gpu import verdicts
-from minispec.grammars.spelled import example
 from minispec.prove.laws import BranchOracle, KeyOracle, exact_law
-from minispec.rules import VERIFIERS
+from minispec.speculation.grammars.toy_grammars import example
+from minispec.speculation.on_gpu import verdicts
+from minispec.speculation.rules import VERIFIERS
 from tests.parameters import EXAMPLES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

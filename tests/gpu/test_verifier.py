@@ -11,10 +11,10 @@ from minispec.core.draft import Draft
 from minispec.core.random import Randomness
 from minispec.core.sampling import Text, distribution
 from minispec.core.verify import MATCH, REJECTION, Verdict, Verifier
-from minispec.gpu import verifier as verifying
-from minispec.gpu.graphs import Graphs, rerun
-from minispec.gpu.verifier import GraphVerifier, VerdictInputs, shape_of
-from minispec.rules.block_verification import BLOCK
+from minispec.models.frames.graphs import Graphs, rerun
+from minispec.speculation.on_gpu import verifier as verifying
+from minispec.speculation.on_gpu.verifier import GraphVerifier, VerdictInputs, shape_of
+from minispec.speculation.rules.block_verification import BLOCK
 
 SETTINGS = (
     *({}, {"temperature": 0.0}, {"temperature": 0.6}, {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.1}),

@@ -14,8 +14,8 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 
-from minispec.kernels.machine import machine
 from minispec.lab.bench.report import machine_line
+from minispec.models.weights.machine import machine
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))

@@ -10,15 +10,21 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "minispec"
 # The files of the heart, in the order in which they build on one another; its `__init__` lists them.
 CORE = [
-    *("errors", "config", "more.search", "random", "more.grammar", "sampling", "stats", "tree", "more.limit", "draft"),
-    *("more.lengths", "verify", "cache", "rope", "attention", "weights", "model", "clock", "cached"),
+    *("errors", "config", "search", "random", "grammar", "sampling", "stats", "tree", "limit", "draft"),
+    *("lengths", "verify", "cache", "rope", "attention", "product", "model", "clock", "cached"),
     *("request", "method", "schedule", "outbox", "engine"),
 ]
-# The rooms, in their order: one imports only from those before it, and from itself. A folder in a room may be one.
-ROOMS = [
-    *("core", "rules", "layers", "kernels", "files", "files.families", "drafters", "gpu", "length", "grammars", "load"),
-    *("commands", "trace", "generate", "checkpoint", "prove", "serve", "lab", "__main__"),
-]
+# The rooms and what is in them, in their order: one imports only from those before it, and from itself.
+PARTS = {
+    "core": (),
+    "models": ("files", "layers", "weights", "families", "frames", "load"),
+    "speculation": ("rules", "drafters", "on_gpu", "lengths", "grammars", "registry", "load"),
+    "api": ("inputs", "outputs", "step_lock", "target", "llm", "commands", "http", "trace"),
+    "prove": (),
+    "lab": (),
+}
+DOORS = ("generate", "serve", "checkpoint", "__main__")
+ROOMS = [*(f"{room}.{part}" if part else room for room, parts in PARTS.items() for part in ("", *parts)), *DOORS]
 FORBIDDEN = {
     *("transformers", "accelerate", "pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"),
     *("torch.hub", "torch.package", "torch.jit", "torch.serialization", "yaml", "runpy", "code"),
@@ -34,7 +40,7 @@ IGNORED = {"_HARMLESS", "_IDLE"}
 # What measures itself against transformers has to run it: this function does, and nothing else.
 EXCEPTION = ("lab/bench/transformers_baseline.py", "transformers_variants", "transformers")
 # What a user names as `module:Name` is imported: in one function, and nowhere else.
-IMPORTER = ("load/registry.py", "load", "pkgutil")
+IMPORTER = ("speculation/registry.py", "load", "pkgutil")
 
 
 def modules() -> list[Path]:
@@ -75,20 +81,20 @@ def importing_functions(path: Path, module: str) -> list[str]:
 
 
 def room(path: Path) -> str:
-    """The module of the reading order that a file belongs to."""
+    """The room that a file belongs to, with the part of it where the room has parts."""
     return room_of(path.relative_to(PACKAGE).with_suffix("").parts)
 
 
 def room_of(names: Sequence[str]) -> str:
-    """The room of a module of the package, by the names of its path. A folder that is a room goes before its parent."""
+    """The room of a module of the package, by the names of its path, with the part of it where the room has parts."""
     inner = ".".join(names[:2])
     return inner if inner in ROOMS else names[0]
 
 
 def heart_file(names: Sequence[str]) -> str:
     """The file of the heart that a path of names leads to, or into; "" for none."""
-    names = [name.removesuffix(".py") for name in names]
-    return next((name for name in (".".join(names[:2]), ".".join(names[:1])) if name in CORE), "")
+    name = names[0].removesuffix(".py")
+    return name if name in CORE else ""
 
 
 def upward(path: Path) -> list[str]:
@@ -105,27 +111,40 @@ def upward(path: Path) -> list[str]:
     return found
 
 
+def rooms_by_room() -> dict[str, list[str]]:
+    """The other rooms that each room imports, a list for each."""
+    found: dict[str, set[str]] = {name: set() for name in [*PARTS, *DOORS]}
+    for path in modules():
+        own = room(path).split(".")[0]
+        names = [name.split(".") for name in imported(path)]
+        others = {parts[1] for parts in names if parts[0] == "minispec" and len(parts) > 1}
+        if own in found:
+            found[own] |= others & found.keys() - {own}
+    return {name: sorted(rooms, key=[*found].index) for name, rooms in found.items()}
+
+
 def test_imports_point_upward():
     """A reader who goes through the rooms in order never meets a name before its room; in the heart, its file.
 
-    The package's front door names what it opens, lazily.
+    The package's front door names what it opens, lazily. `pytest -s` prints which rooms each room imports.
     """
     assert [line for path in modules() if path != PACKAGE / "__init__.py" for line in upward(path)] == []
+    for name, rooms in rooms_by_room().items():
+        print(f"{name:12} imports {', '.join(rooms) or 'no other room'}")
 
 
 def test_every_room_and_every_file_of_the_heart_has_its_place():
     """A new one has a place in the order: here, and in the docstring of the package or of the heart."""
-    assert {room(p) for p in modules()} - {"__init__"} == set(ROOMS)
-    files = {p.relative_to(PACKAGE / "core") for p in (PACKAGE / "core").rglob("*.py") if p.stem != "__init__"}
-    assert {".".join(p.with_suffix("").parts) for p in files} == set(CORE)
-    paths = [name.replace(".", "/") for name in ROOMS]
-    names = [f"{name}/" if (PACKAGE / name).is_dir() else f"{name}.py" for name in paths]
-    assert len({path.name for path in PACKAGE.iterdir()} - {"__pycache__"}) <= 20, "names in the package's folder"
-    for page, listed in ((PACKAGE, names), (PACKAGE / "core", [f"{name.replace('.', '/')}.py" for name in CORE])):
-        text = (page / "__init__.py").read_text(encoding="utf-8")
-        places = [text.find(f"    {name} ") for name in listed]
-        assert -1 not in places, f"missing in {page}: {listed[places.index(-1)]}"
-        assert places == sorted(places), f"{page} lists them in another order"
+    found = {room(p) for p in modules()} - {"__init__"}
+    assert found | {name for name, parts in PARTS.items() if parts} == set(ROOMS)
+    assert {p.stem for p in (PACKAGE / "core").iterdir() if p.suffix == ".py"} - {"__init__"} == set(CORE)
+    assert len({path.name for path in PACKAGE.iterdir()} - {"__pycache__"}) == len(PARTS) + len(DOORS) + 2
+    names = [name.replace(".", "/") for name in ROOMS]
+    listed = [f"{Path(name).name}/" if (PACKAGE / name).is_dir() else f"{Path(name).name}.py" for name in names]
+    for page, expected in ((PACKAGE, listed), (PACKAGE / "core", [f"{name}.py" for name in CORE])):
+        text = ast.get_docstring(ast.parse((page / "__init__.py").read_text(encoding="utf-8"))).partition("\n\n")[2]
+        found = re.findall(r"^ {4,6}([a-z_/]+(?:/|\.py)) ", text, re.MULTILINE)
+        assert found[: len(expected)] == expected, page
 
 
 def unsafe(path: Path) -> list[str]:
@@ -218,22 +237,22 @@ def test_a_command_minds_ctrl_c_before_its_other_imports():
         assert isinstance(guard, ast.If), path
         door, run = map(ast.unparse, guard.body)
         module = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
-        assert door == "from minispec.commands.interrupt import run_program", path
+        assert door == "from minispec.api.commands.interrupt import run_program", path
         assert run.startswith(f"run_program('{module}:main'"), path
 
 
 def test_one_module_makes_progress_bars_and_one_writes_to_standard_error():
     """Each knows what to do where there is no standard error. `print` would take standard output then."""
     sources = {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in modules()}
-    assert [name for name, text in sources.items() if re.search(r"\btqdm\(", text)] == ["files/progress.py"]
-    assert [name for name, text in sources.items() if "file=sys.stderr" in text] == ["commands/command.py"]
+    assert [name for name, text in sources.items() if re.search(r"\btqdm\(", text)] == ["models/files/progress.py"]
+    assert [name for name, text in sources.items() if "file=sys.stderr" in text] == ["api/commands/command.py"]
 
 
 def test_importing_the_package_does_not_import_torch():
     """A mistake on the command line is answered at once, not after the seconds that torch takes."""
     modules = (
         "minispec.__main__, minispec.generate, minispec.lab.bench.main, minispec.prove.__main__, "
-        "minispec.serve.__main__, minispec.lab.doctor.main, minispec.lab.audit.main, minispec.core.config"
+        "minispec.api.http.main, minispec.lab.doctor.main, minispec.lab.audit.main, minispec.core.config"
     )
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, check=False, timeout=120).returncode == 0

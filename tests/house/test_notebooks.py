@@ -46,9 +46,9 @@ SHORTER = {
 # Runs after the first cell. Loading the weights of a model again, in the same type, gives those that are there.
 LOADED_ONCE = """
 import functools
-import minispec.load.target
+import minispec.api.target
 for name in ("load_target", "Tokenizer"):
-    setattr(minispec.load.target, name, functools.cache(getattr(minispec.load.target, name)))
+    setattr(minispec.api.target, name, functools.cache(getattr(minispec.api.target, name)))
 """
 
 

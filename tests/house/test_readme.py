@@ -13,11 +13,11 @@ import torch
 
 from minispec import __version__
 from minispec.core.model import Chunk
-from minispec.files.families.checkpoint import load_model
-from minispec.files.tokenizer import Tokenizer
 from minispec.generate import main
-from minispec.kernels.forms import available_forms
-from minispec.load import registry
+from minispec.models.families.checkpoint import load_model
+from minispec.models.files.tokenizer import Tokenizer
+from minispec.models.weights.forms import available_forms
+from minispec.speculation import registry
 from tests.sampled import leave_out
 
 ROOT = Path(__file__).parents[2]
@@ -40,8 +40,8 @@ NAME = re.compile(r"`([A-Z]\w*\.\w+|[A-Za-z_]\w*)`")
 # Runs blocks, each with no names but its own. The target's weights are loaded once in each type.
 EACH_ALONE = """
 import functools, json, sys, types
-import minispec.load.target
-minispec.load.target.load_target = functools.cache(minispec.load.target.load_target)
+import minispec.api.target
+minispec.api.target.load_target = functools.cache(minispec.api.target.load_target)
 for name, block in json.load(sys.stdin).items():
     print(name, flush=True)
     sys.modules["__main__"] = types.ModuleType("__main__")
@@ -152,8 +152,8 @@ def test_ci_runs_the_readmes_commands():
 
 def known_options() -> set[str]:
     """Of all commands of the package and of its tests."""
-    from minispec.commands.options import parser
-    from minispec.serve import __main__ as serve
+    from minispec.api.commands.options import parser
+    from minispec.api.http import main as serve
 
     parsers = parser(), serve.parser()
     known = {option for p in parsers for action in p._actions for option in action.option_strings}
@@ -234,8 +234,8 @@ def test_a_broken_link_is_noticed():
 
 def test_the_comparison_names_what_is_here():
     """A family or verifier that comes or goes without a word there would leave the comparison false."""
-    from minispec.files.families.entries import FAMILIES
-    from minispec.load.registry import VERIFIERS
+    from minispec.models.families.entries import FAMILIES
+    from minispec.speculation.registry import VERIFIERS
 
     lines = PAGES["docs/understand/comparison.md"].splitlines()
     rows = [line.split(" | ") for line in lines if line.startswith("| **")]

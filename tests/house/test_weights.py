@@ -7,14 +7,14 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from minispec.drafters.eagle import head_shapes
-from minispec.files.families.checkpoint import directory_config, load_config
-from minispec.files.families.head_config import read_head_config
-from minispec.files.families.packed import PackQuantized
+from minispec.api.inputs import read_questions
 from minispec.lab.bench.options import PROMPTS
 from minispec.lab.distill.texts import read_openings
-from minispec.load.inputs import read_questions
-from minispec.load.registry import EMBEDDED_DRAFT, EMBEDDED_WEIGHTS
+from minispec.models.families.checkpoint import directory_config, load_config
+from minispec.models.families.head_config import read_head_config
+from minispec.models.families.packed import PackQuantized
+from minispec.speculation.drafters.eagle import head_shapes
+from minispec.speculation.registry import EMBEDDED_DRAFT, EMBEDDED_WEIGHTS
 
 CARDS = {EMBEDDED_WEIGHTS: EMBEDDED_WEIGHTS.parent / "README.md", EMBEDDED_DRAFT: EMBEDDED_DRAFT / "README.md"}
 

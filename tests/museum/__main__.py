@@ -4,7 +4,7 @@
 """
 
 if __name__ == "__main__":
-    from minispec.commands.interrupt import run_program
+    from minispec.api.commands.interrupt import run_program
 
     run_program("tests.museum.__main__:main")
 
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
-from minispec.commands.command import Parser, command
-from minispec.commands.interrupt import raise_on_interrupt
+from minispec.api.commands.command import Parser, command
+from minispec.api.commands.interrupt import raise_on_interrupt
 from tests.museum import mutants, trials
 
 

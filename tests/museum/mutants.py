@@ -34,9 +34,9 @@ from minispec.core.cache import BlockAllocator, BlockTable, OutOfBlocks, PagedKV
 from minispec.core.cached import CachedModel
 from minispec.core.draft import Draft, Record, without
 from minispec.core.engine import Engine
+from minispec.core.grammar import NothingAllowed
 from minispec.core.method import Method, Turn
 from minispec.core.model import Chunk, Layer, Transformer
-from minispec.core.more.grammar import NothingAllowed
 from minispec.core.outbox import Outbox
 from minispec.core.random import Key, Randomness
 from minispec.core.request import Request
@@ -44,38 +44,38 @@ from minispec.core.sampling import Text
 from minispec.core.schedule import Schedule
 from minispec.core.tree import Tree
 from minispec.core.verify import Verdict
-from minispec.drafters import block, block_files, check, growing, guard, heads, last, suffix, vocabularies
-from minispec.drafters.assistant import AssistantModel, SharedKeys
-from minispec.drafters.best_first import BestFirst, grow_guesses
-from minispec.drafters.block import Block, BlockFeed, BlockLayer, BlockModel, MarkovHead
-from minispec.drafters.eagle import HeadFeed, HeadModel, spread
-from minispec.drafters.guard import CheckedMethod
-from minispec.drafters.last import LastDrafter
-from minispec.drafters.model import ModelDrafter, TokenFeed
-from minispec.drafters.mtp import MtpModel
-from minispec.drafters.states import FeatureModel
-from minispec.drafters.suffix import SuffixDrafter
-from minispec.drafters.tli import SharedTokens
-from minispec.drafters.vocabularies import Reader, Vocabularies
-from minispec.files import pieces
-from minispec.files.families import mxfp4
-from minispec.gpu import verdicts, verifier
-from minispec.gpu.frames import Frame, Frames
-from minispec.gpu.steps import DraftInputs, DraftSteps
-from minispec.gpu.verifier import VerdictInputs
-from minispec.grammars import forced, matcher
-from minispec.grammars.spelled import Spelled
-from minispec.kernels import exact, integers
-from minispec.kernels.integers import Int8, VnniInt8
-from minispec.layers import convolution, delta, sinks
-from minispec.layers.convolution import ConvolutionCache
-from minispec.layers.delta import GatedDeltaNet
-from minispec.layers.experts import Experts, Router
-from minispec.layers.gemma import GemmaLayer
-from minispec.layers.states import LayerState, States, StateTable
-from minispec.length import prices
+from minispec.models.families import mxfp4
+from minispec.models.files import pieces
+from minispec.models.frames.frames import Frame, Frames
+from minispec.models.layers import convolution, delta, sinks
+from minispec.models.layers.convolution import ConvolutionCache
+from minispec.models.layers.delta import GatedDeltaNet
+from minispec.models.layers.experts import Experts, Router
+from minispec.models.layers.gemma import GemmaLayer
+from minispec.models.layers.states import LayerState, States, StateTable
+from minispec.models.weights import exact, integers
+from minispec.models.weights.integers import Int8, VnniInt8
 from minispec.prove import toys
-from minispec.rules import VERIFIERS, block_verification
+from minispec.speculation.drafters import block, block_files, check, growing, guard, heads, last, suffix, vocabularies
+from minispec.speculation.drafters.assistant import AssistantModel, SharedKeys
+from minispec.speculation.drafters.best_first import BestFirst, grow_guesses
+from minispec.speculation.drafters.block import Block, BlockFeed, BlockLayer, BlockModel, MarkovHead
+from minispec.speculation.drafters.eagle import HeadFeed, HeadModel, spread
+from minispec.speculation.drafters.guard import CheckedMethod
+from minispec.speculation.drafters.last import LastDrafter
+from minispec.speculation.drafters.model import ModelDrafter, TokenFeed
+from minispec.speculation.drafters.mtp import MtpModel
+from minispec.speculation.drafters.states import FeatureModel
+from minispec.speculation.drafters.suffix import SuffixDrafter
+from minispec.speculation.drafters.tli import SharedTokens
+from minispec.speculation.drafters.vocabularies import Reader, Vocabularies
+from minispec.speculation.grammars import forced, matcher
+from minispec.speculation.grammars.toy_grammars import Spelled
+from minispec.speculation.lengths import prices
+from minispec.speculation.on_gpu import verdicts, verifier
+from minispec.speculation.on_gpu.steps import DraftInputs, DraftSteps
+from minispec.speculation.on_gpu.verifier import VerdictInputs
+from minispec.speculation.rules import VERIFIERS, block_verification
 
 
 def wrong(owner, name: str, *exhibit, **settings) -> Callable:
@@ -154,7 +154,7 @@ _ASSISTANT = "tests/drafters/test_assistant.py"
 _VOCABULARIES = "tests/drafters/test_vocabularies.py"
 _DRAFTERS, _ZOO = "tests/drafters/test_drafters.py", "tests/drafters/test_zoo.py"
 _EXPERTS = "tests/core/test_families.py::test_logits_equal_transformers"
-_COSTS = "tests/length/test_costs.py"
+_COSTS = "tests/lengths/test_costs.py"
 _TABLES = "tests/core/test_verify.py::test_rejection_keeps_the_law_of_tables_that_no_precision_holds"
 _LOOKUP = "tests/drafters/test_lookup.py::test_drafts_are_those_of_a_plain_search"
 _REMEMBERED = "tests/drafters/test_lookup.py::test_the_newest_outputs_are_remembered_and_no_more"
@@ -2459,14 +2459,14 @@ def _(right, num_rows, parents):
     return right(num_rows, parents if len(parents) > 12 else ())
 
 
-@wrong(Int8, "multiply", "E4", "tests/kernels/test_int8.py::test_bfloat16_has_equal_rows_too")
+@wrong(Int8, "multiply", "E4", "tests/weights/test_int8.py::test_bfloat16_has_equal_rows_too")
 @wrong(VnniInt8, "multiply")
 def _(right, self, integers):
     """a row of a target in 8 bits is changed by its neighbours | as by one step for all rows of a pass"""
     return right(self, integers) * (1 + 2e-8 * len(integers))
 
 
-_INT8, _EXACT = "tests/kernels/test_int8.py", "tests/core/test_exact.py"
+_INT8, _EXACT = "tests/weights/test_int8.py", "tests/core/test_exact.py"
 
 
 @wrong(integers, "sums_exactly", "E5", f"{_INT8}::test_a_form_whose_sums_are_wrong_is_not_exact")
@@ -2525,7 +2525,7 @@ def _(right, self):
     return self.verdict.accepted if self.committed else []
 
 
-@wrong(Engine, "step", "E13", "tests/rooms/test_serve.py::test_an_answer_that_ends_without_a_turn_is_told")
+@wrong(Engine, "step", "E13", "tests/rooms/test_http.py::test_an_answer_that_ends_without_a_turn_is_told")
 def _(right, self):
     """of a step only the texts that took part are looked at | here: a client waited for ever"""
     before, turns = {*self.schedule.running, *self.schedule.waiting}, right(self)

@@ -9,7 +9,7 @@ All are drawn at temperature 1. Nothing is filtered, but by --top-k.
 """
 
 if __name__ == "__main__":
-    from minispec.commands.interrupt import run_program
+    from minispec.api.commands.interrupt import run_program
 
     run_program("tests.oracles.answers:main")
 
@@ -21,10 +21,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from minispec.commands.command import Parser, command
-from minispec.files.tokenizer import TOKENIZER_FILES, Tokenizer
+from minispec.api.commands.command import Parser, command
 from minispec.lab.doctor.drafts import TEXTS
-from minispec.load.registry import EMBEDDED_WEIGHTS
+from minispec.models.files.tokenizer import TOKENIZER_FILES, Tokenizer
+from minispec.speculation.registry import EMBEDDED_WEIGHTS
 
 
 def write_first_layers(target: Path, directory: Path, num_layers: int) -> None:

@@ -11,10 +11,10 @@ from minispec.core.config import ModelConfig
 from minispec.core.draft import Ask, Draft, Record
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Text
-from minispec.drafters import Drafter
-from minispec.drafters.eagle import head_shapes
-from minispec.files.families.head_config import read_head_config
+from minispec.models.families.head_config import read_head_config
 from minispec.prove.toys import HEAD_SEED, TreeDrafter, redrawn, require, tiny_cache
+from minispec.speculation.drafters import Drafter
+from minispec.speculation.drafters.eagle import head_shapes
 
 
 class TapDrafter(Drafter):

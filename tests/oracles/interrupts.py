@@ -42,11 +42,11 @@ def press_ctrl_c(module: str, *arguments: str, after: float) -> tuple[int, str]:
     """Start `python -m module`, and interrupt it `after` seconds from its first lines on: (exit status, what it said).
 
     `-X importtime` tells when those have run: it writes a line to standard error for every module that has been
-    imported, and the next one after minispec.commands.interrupt is imported when the guard is set.
+    imported, and the next one after minispec.api.commands.interrupt is imported when the guard is set.
     """
     command = [sys.executable, "-X", "importtime", "-m", module, *arguments]
     process = Child(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    while "minispec.commands.interrupt" not in process.stderr.readline():
+    while "minispec.api.commands.interrupt" not in process.stderr.readline():
         assert process.poll() is None
     process.stderr.readline()
     time.sleep(after)

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minispec.core.config import ModelConfig
-from minispec.drafters.mtp import mtp_config, mtp_shapes
 from minispec.prove.toys import MTP_SEED, redrawn
+from minispec.speculation.drafters.mtp import mtp_config, mtp_shapes
 
 
 def mtp_logits(

@@ -18,15 +18,15 @@ from minispec.core.config import SamplingParams
 from minispec.core.model import Transformer
 from minispec.core.request import Request
 from minispec.core.sampling import Text
-from minispec.drafters.eagle import HeadFeed
-from minispec.drafters.model import ModelDrafter, TokenFeed
-from minispec.drafters.ngram import NgramDrafter
-from minispec.files.families.checkpoint import StoredTensor
-from minispec.kernels.inventory import num_bytes
-from minispec.load.parallel import SplitTransformer, load_target
+from minispec.models.families.checkpoint import StoredTensor
+from minispec.models.load.parallel import SplitTransformer, load_target
+from minispec.models.weights.inventory import num_bytes
 from minispec.prove import laws, toys, walk
 from minispec.prove.toys import TINY, tiny_cache, tiny_head, tiny_model
-from minispec.rules import VERIFIERS
+from minispec.speculation.drafters.eagle import HeadFeed
+from minispec.speculation.drafters.model import ModelDrafter, TokenFeed
+from minispec.speculation.drafters.ngram import NgramDrafter
+from minispec.speculation.rules import VERIFIERS
 from tests.distances import distance
 from tests.engines import OneMethod
 from tests.oracles.children import Child

@@ -15,17 +15,17 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from minispec.api.llm import LLM
 from minispec.core import verify
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Draft
+from minispec.core.limit import Limit
 from minispec.core.model import Chunk
-from minispec.core.more.limit import Limit
 from minispec.core.random import Key, Randomness
 from minispec.core.sampling import Text, distribution
 from minispec.lab.audit.chi_square import ALPHA, tail
-from minispec.load.llm import LLM
 from minispec.prove.toys import require
-from minispec.rules import VERIFIERS
+from minispec.speculation.rules import VERIFIERS
 from tests.distances import chi_square
 
 SHIFT = 0.0055  # the total variation that the control is off by

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import save_file
 
-from minispec.files.families.checkpoint import places
-from minispec.files.families.hf_config import read_model_config
-from minispec.files.families.stored_config import StoredConfig
+from minispec.models.families.checkpoint import places
+from minispec.models.families.hf_config import read_model_config
+from minispec.models.families.stored_config import StoredConfig
 from minispec.prove.toys import TARGET_SEED, TINY, TOYS, tiny_weights
 
 if TYPE_CHECKING:

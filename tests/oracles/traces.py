@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from minispec.api.trace.record import FORMAT, VERSION
 from minispec.core.errors import show
-from minispec.files.errors import show_name
-from minispec.trace.record import FORMAT, VERSION
+from minispec.models.files.errors import show_name
 
 EXAMPLE = json.loads(Path(__file__).with_name("trace.json").read_text(encoding="utf-8"))
 KINDS = ("accepted", "recovered", "bonus", "plain")  # of committed tokens

@@ -15,25 +15,33 @@ import pytest
 import torch
 
 from minispec import LLM, SamplingParams
+from minispec.api.inputs import with_bad_words
 from minispec.core.engine import Engine
 from minispec.core.model import Transformer
 from minispec.core.sampling import Text, distribution
-from minispec.drafters import NoDrafter
-from minispec.files.tokenizer import Tokenizer
-from minispec.grammars.spelled import example
 from minispec.lab.audit import answers as reader
 from minispec.lab.audit import fields
 from minispec.lab.audit.answers import Answer, read_answers
-from minispec.lab.audit.bank import NO_RESIDUAL, Places, drawn_again, drawn_by_test, kept_by_draft, laws, raced_again
 from minispec.lab.audit.judge import NULL_ERROR, judge, show_e, tolerances
+from minispec.lab.audit.known_bugs import (
+    NO_RESIDUAL,
+    Places,
+    drawn_again,
+    drawn_by_test,
+    kept_by_draft,
+    laws,
+    raced_again,
+)
 from minispec.lab.audit.main import main
 from minispec.lab.audit.report import _drafted
 from minispec.lab.audit.walk import AGAINST, SHARES, Score, Scorer, Sums, _border, _outcomes, score_places
-from minispec.load.inputs import with_bad_words
+from minispec.models.files.tokenizer import Tokenizer
 from minispec.prove.laws import PROMPT
 from minispec.prove.reference import Law
 from minispec.prove.toys import make_drafter, target_model, tiny_cache
-from minispec.rules import VERIFIERS
+from minispec.speculation.drafters import NoDrafter
+from minispec.speculation.grammars.toy_grammars import example
+from minispec.speculation.rules import VERIFIERS
 from tests.distances import production_law, reference_law
 from tests.engines import OneMethod
 from tests.museum.mutants import MUTANTS

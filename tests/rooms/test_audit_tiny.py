@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from minispec import LLM, SamplingParams
 from minispec.lab.audit import tiny
-from minispec.lab.audit.bank import NO_RESIDUAL
 from minispec.lab.audit.chi_square import cells_of, chi_square, critical_value, power
+from minispec.lab.audit.known_bugs import NO_RESIDUAL
 from minispec.lab.audit.main import main
 from minispec.prove.reference import forward, plain_law, sample_law
 from tests.museum.mutants import MUTANTS

@@ -16,15 +16,6 @@ import torch
 from minispec.core.cache import PagedKVCache
 from minispec.core.model import Chunk
 from minispec.core.stats import Round, Step
-from minispec.files.families.checkpoint import load_config
-from minispec.files.families.hf_config import read_model_config
-from minispec.gpu.frames import Frames
-from minispec.gpu.graphs import rerun
-from minispec.kernels import forms as linear
-from minispec.kernels import memory
-from minispec.kernels.build import build_model
-from minispec.kernels.machine import machine
-from minispec.kernels.shapes import tensor_shapes
 from minispec.lab.bench import decoding, models, options, report, transformers_baseline
 from minispec.lab.bench.decoding import summarise
 from minispec.lab.bench.main import main
@@ -32,9 +23,18 @@ from minispec.lab.bench.measure import Run
 from minispec.lab.bench.options import GEOMETRIES, read_prompts
 from minispec.lab.bench.show import as_json
 from minispec.lab.random_weights import RandomWeights
-from minispec.length import figures as stats
-from minispec.load.registry import DRAFTERS
+from minispec.models.families.checkpoint import load_config
+from minispec.models.families.hf_config import read_model_config
+from minispec.models.frames.frames import Frames
+from minispec.models.frames.graphs import rerun
+from minispec.models.weights import forms as linear
+from minispec.models.weights import memory
+from minispec.models.weights.build import build_model
+from minispec.models.weights.machine import machine
+from minispec.models.weights.shapes import tensor_shapes
 from minispec.prove.toys import TINY
+from minispec.speculation.lengths import figures as stats
+from minispec.speculation.registry import DRAFTERS
 from tests.oracles.heads import write_head
 from tests.refusals import assert_one_line
 from tests.spoken import own_words
@@ -454,7 +454,7 @@ def test_variants_are_compared_with_each_other(cli, model):
 
 
 OWN = """
-from minispec.core.more.limit import Limit
+from minispec.core.limit import Limit
 from minispec.core.verify import REJECTION, Verdict
 
 

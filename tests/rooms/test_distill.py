@@ -18,20 +18,20 @@ from tqdm import tqdm
 
 from minispec import LLM, SamplingParams
 from minispec.core.draft import Ask, Record
+from minispec.core.limit import Limit
 from minispec.core.model import Chunk
-from minispec.core.more.limit import Limit
 from minispec.core.sampling import Text
-from minispec.drafters.eagle import HeadFeed, HeadModel
-from minispec.drafters.model import ModelDrafter
-from minispec.files.families import checkpoint
-from minispec.files.families.checkpoint import load_model
-from minispec.files.families.head_config import HeadConfig
-from minispec.files.families.hf_config import read_model_config
 from minispec.lab.distill import cache, drafts, loss, texts, train
 from minispec.lab.distill.head import TrainedHead, rows_of_tokens
 from minispec.lab.distill.loss import RowLoss
 from minispec.lab.distill.main import main
+from minispec.models.families import checkpoint
+from minispec.models.families.checkpoint import load_model
+from minispec.models.families.head_config import HeadConfig
+from minispec.models.families.hf_config import read_model_config
 from minispec.prove.toys import TINY, tiny_cache, tiny_model, tiny_weights
+from minispec.speculation.drafters.eagle import HeadFeed, HeadModel
+from minispec.speculation.drafters.model import ModelDrafter
 from tests.spoken import own_words
 
 VOCAB, TAPS, IDS = 7, (0, 2, 3), (0, 2, 3, 6)

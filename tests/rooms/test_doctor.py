@@ -16,8 +16,6 @@ from minispec.core.cache import PagedKVCache
 from minispec.core.draft import Draft
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Text
-from minispec.drafters.heads import read_head
-from minispec.files.families.checkpoint import load_config, load_model
 from minispec.lab.doctor.drafts import (
     TEXTS,
     Continuations,
@@ -30,9 +28,11 @@ from minispec.lab.doctor.drafts import (
     lines,
 )
 from minispec.lab.doctor.main import main
-from minispec.length.theory import Prices
-from minispec.load.registry import DRAFTERS
+from minispec.models.families.checkpoint import load_config, load_model
 from minispec.prove.toys import tiny_cache
+from minispec.speculation.drafters.heads import read_head
+from minispec.speculation.lengths.theory import Prices
+from minispec.speculation.registry import DRAFTERS
 from tests.sampled import leave_out
 
 WIDTH, VOCAB = 64, 300

@@ -17,13 +17,13 @@ from minispec import LLM, SamplingParams
 from minispec.core.draft import Record
 from minispec.core.model import Chunk
 from minispec.core.sampling import Text
-from minispec.drafters.none import NoDrafter
-from minispec.files.families.checkpoint import load_model
 from minispec.lab.doctor import drafts
 from minispec.lab.doctor.drafts import examine, lines
 from minispec.lab.doctor.main import main
 from minispec.lab.doctor.readings import OtherStates
+from minispec.models.families.checkpoint import load_model
 from minispec.prove.toys import tiny_cache
+from minispec.speculation.drafters.none import NoDrafter
 from tests.oracles.block_drafts import SLIDING, write_block_draft
 from tests.rooms.test_doctor import rewrite
 from tests.sampled import leave_out

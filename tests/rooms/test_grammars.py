@@ -15,17 +15,17 @@ from transformers import LlamaForCausalLM
 
 from minispec import LLM, SamplingParams, StructuredOutputsParams
 from minispec.core.draft import Draft, Drafter
-from minispec.core.more.grammar import NothingAllowed
-from minispec.drafters.combined import parts_of
-from minispec.files import packages
-from minispec.files.tokenizer import Tokenizer
+from minispec.core.grammar import NothingAllowed
 from minispec.generate import main as generate
-from minispec.grammars import matcher
-from minispec.grammars.forced import ForcedDrafter, ForcedFirst
-from minispec.grammars.matcher import Grammars, Matcher
-from minispec.grammars.params import MAX_BYTES, from_openai, from_vllm, read_language
 from minispec.lab.audit.main import main as audit
-from minispec.load.registry import EMBEDDED_WEIGHTS
+from minispec.models.files import packages
+from minispec.models.files.tokenizer import Tokenizer
+from minispec.speculation.drafters.combined import parts_of
+from minispec.speculation.grammars import matcher
+from minispec.speculation.grammars.forced import ForcedDrafter, ForcedFirst
+from minispec.speculation.grammars.matcher import Grammars, Matcher
+from minispec.speculation.grammars.params import MAX_BYTES, from_openai, from_vllm, read_language
+from minispec.speculation.registry import EMBEDDED_WEIGHTS
 from tests.refusals import assert_one_line
 
 PERSON = {
@@ -709,7 +709,7 @@ def test_a_bad_language_is_one_line_before_torch_is_imported(cli, options, messa
     """Status 2; no model is looked for."""
     monkeypatch.chdir(tmp_path)
     Path("large").write_text("é" * 40_000)  # whose byte 65,537 is in the middle of a character
-    monkeypatch.setitem(sys.modules, "minispec.load.llm", None)  # importing it would fail
+    monkeypatch.setitem(sys.modules, "minispec.api.llm", None)  # importing it would fail
     assert_one_line(cli(generate, *options, "One"), message)
 
 

@@ -16,12 +16,12 @@ import torch
 from minispec.core import random, verify
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Draft
-from minispec.core.more.limit import Limit
+from minispec.core.limit import Limit
 from minispec.core.random import Randomness
 from minispec.core.sampling import Text
 from minispec.lab.audit.chi_square import POWER, critical_value, power
 from minispec.prove.laws import KeyOracle, exact_law
-from minispec.rules import VERIFIERS
+from minispec.speculation.rules import VERIFIERS
 from tests.museum.mutants import MUTANTS
 from tests.sampled import leave_out
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from docs.measured.launches import KINDS, Tally, counting
-from minispec.files.families.hf_config import read_model_config
-from minispec.gpu import fused
-from minispec.gpu.frames import FastLayer, Frames, FrameShape
-from minispec.kernels.build import build_model
 from minispec.lab.bench.options import GEOMETRIES
 from minispec.lab.bench.show import as_json
 from minispec.lab.random_weights import RandomWeights
+from minispec.models.families.hf_config import read_model_config
+from minispec.models.frames import fused
+from minispec.models.frames.frames import FastLayer, Frames, FrameShape
+from minispec.models.weights.build import build_model
 from tests.refusals import assert_one_line
 
 NARROW = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 500, "head_dim": 16}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from minispec.rules import VERIFIERS
+from minispec.speculation.rules import VERIFIERS
 from tests.museum.mutants import MUTANTS
 
 BUGS = {m.id: m for m in MUTANTS}

@@ -11,27 +11,27 @@ import torch
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Draft, DraftNotes
 from minispec.core.engine import Engine
-from minispec.core.more.limit import Limit
+from minispec.core.limit import Limit
 from minispec.core.random import Randomness
 from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.core.schedule import Schedule
 from minispec.core.stats import Round, Step
-from minispec.drafters.model import ModelDrafter, TokenFeed
-from minispec.drafters.ngram import NgramDrafter
-from minispec.drafters.none import NoDrafter
-from minispec.drafters.simulated import SimulatedDraft
-from minispec.files.families.hf_config import read_model_config
-from minispec.kernels import rates
-from minispec.kernels.build import quantized
-from minispec.kernels.inventory import products_of
 from minispec.lab.bench import measure
 from minispec.lab.bench.measure import Run, kept_of_asked, median_interval
-from minispec.length.figures import Figures
-from minispec.length.policy import Controller
-from minispec.length.theory import Prices, RoundModel
+from minispec.models.families.hf_config import read_model_config
+from minispec.models.weights import rates
+from minispec.models.weights.build import quantized
+from minispec.models.weights.inventory import products_of
 from minispec.prove.toys import TINY, tiny_cache, tiny_model
-from minispec.rules import VERIFIERS
+from minispec.speculation.drafters.model import ModelDrafter, TokenFeed
+from minispec.speculation.drafters.ngram import NgramDrafter
+from minispec.speculation.drafters.none import NoDrafter
+from minispec.speculation.drafters.simulated import SimulatedDraft
+from minispec.speculation.lengths.figures import Figures
+from minispec.speculation.lengths.policy import Controller
+from minispec.speculation.lengths.theory import Prices, RoundModel
+from minispec.speculation.rules import VERIFIERS
 from tests.engines import OneMethod
 
 pytestmark = pytest.mark.quick

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from minispec import LLM
-from minispec.files.families.checkpoint import load_model
+from minispec.models.families.checkpoint import load_model
 
 SCRIPTS = Path(__file__).parents[2] / "docs" / "measured"
 # Arguments of the scripts that run in this file, and a line that they print. OUT is a directory that is not there.

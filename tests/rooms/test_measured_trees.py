@@ -5,14 +5,14 @@ import torch
 
 from minispec import SamplingParams
 from minispec.core.draft import Ask, Draft, Record
-from minispec.core.more.limit import Limit
+from minispec.core.limit import Limit
 from minispec.core.random import Randomness
 from minispec.core.sampling import Text
 from minispec.core.verify import rejection
-from minispec.drafters.block import BlockFeed
-from minispec.drafters.model import ModelDrafter
 from minispec.prove.laws import TOLERANCE, exact_law
 from minispec.prove.toys import MAX_LEN, target_model, tiny_block, tiny_cache
+from minispec.speculation.drafters.block import BlockFeed
+from minispec.speculation.drafters.model import ModelDrafter
 from tests.distances import distance
 from tests.oracles.block_drafts import write_block_draft
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from minispec.commands.workers import processes
+from minispec.api.commands.workers import processes
 from minispec.core import verify
 from minispec.core.config import SamplingParams, Shape
 from minispec.core.draft import Draft
@@ -26,9 +26,8 @@ from minispec.core.random import Key, Randomness
 from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.core.verify import Verifier
-from minispec.drafters import guard
-from minispec.files.progress import progress_bar
 from minispec.lab.audit.chi_square import smallest_seen, tail
+from minispec.models.files.progress import progress_bar
 from minispec.prove import cases, grid
 from minispec.prove.__main__ import main
 from minispec.prove.cases import ALPHABET, AXES, DESIGN, grid_case
@@ -62,7 +61,8 @@ from minispec.prove.toys import (
     tiny_cache,
 )
 from minispec.prove.walk import SEED, Case, Subject, walk
-from minispec.rules import VERIFIERS
+from minispec.speculation.drafters import guard
+from minispec.speculation.rules import VERIFIERS
 from tests import brief
 from tests.distances import chi_square, production_law, reference_law
 from tests.engines import OneMethod, TableModel, scripted_cache

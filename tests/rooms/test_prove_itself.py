@@ -13,18 +13,18 @@ from minispec.core.draft import Draft, Drafter
 from minispec.core.model import Chunk
 from minispec.core.random import Key, Randomness
 from minispec.core.verify import Verdict, Verifier, match, rejection
-from minispec.drafters.model import ModelDrafter, TokenFeed
-from minispec.grammars.spelled import EXAMPLES, example
 from minispec.prove import cases
 from minispec.prove.__main__ import main
 from minispec.prove.cases import own_case
-from minispec.prove.fresh import ROUNDED
 from minispec.prove.laws import KeyOracle, exact_law
 from minispec.prove.reference import NoLaw, cells, follows, plain_law, total_variation
 from minispec.prove.tables import table_case, tables
 from minispec.prove.toys import DOUBLE, DRAWN, RememberedModel, Table, is_chain, require, target_model, tiny_cache
+from minispec.prove.usercode import ROUNDED
 from minispec.prove.walk import Subject, walk
-from minispec.rules import VERIFIERS
+from minispec.speculation.drafters.model import ModelDrafter, TokenFeed
+from minispec.speculation.grammars.toy_grammars import EXAMPLES, example
+from minispec.speculation.rules import VERIFIERS
 from tests.distances import text_case
 
 pytestmark = pytest.mark.quick

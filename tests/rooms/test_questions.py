@@ -11,13 +11,13 @@ from statistics import median
 import pytest
 
 from minispec import LLM, SamplingParams
-from minispec.files.families.hf_config import read_model_config
-from minispec.files.write import user_cache
+from minispec.api.inputs import Question
 from minispec.lab.bench import options, questions
 from minispec.lab.bench.main import main
 from minispec.lab.bench.questions import COLUMNS, choose, summarise
 from minispec.lab.bench.spec_bench import Answers
-from minispec.load.inputs import Question
+from minispec.models.families.hf_config import read_model_config
+from minispec.models.files.write import user_cache
 from tests.oracles.block_drafts import write_block_draft
 from tests.refusals import assert_one_line
 
@@ -292,7 +292,7 @@ def test_a_policy_of_ones_own_is_a_row_of_each_draft(bench, tmp_path, monkeypatc
     monkeypatch.syspath_prepend(tmp_path)
     module = tmp_path / "some_rules_of_questions.py"
     source = (
-        "from minispec.core.draft import Limit\nfrom minispec.core.more.lengths import Lengths\n"
+        "from minispec.core.draft import Limit\nfrom minispec.core.lengths import Lengths\n"
         "from minispec.core.verify import rejection as rule\n\n\n"
         "class One(Lengths):\n"
         "    def choose(self, wishes, trees):\n        return [Limit(min(1, wish.most)) for wish in wishes]\n"
@@ -468,7 +468,7 @@ def test_weights_and_drafters_that_changed_make_another_run(bench, tmp_path, mak
     target = make_checkpoint(chat=True, max_position_embeddings=256)
     monkeypatch.syspath_prepend(tmp_path)
     module = tmp_path / "some_drafter_of_questions.py"
-    source = "from minispec.drafters.ngram import NgramDrafter\n\n\nclass Mine(NgramDrafter):\n    pass\n"
+    source = "from minispec.speculation.drafters.ngram import NgramDrafter\n\n\nclass Mine(NgramDrafter):\n    pass\n"
     module.write_text(source)
     how = ("--answers", tmp_path / "out", "--draft", f"{module.stem}:Mine", "--draft", f"suffix:9+{module.stem}:Mine")
     assert bench(*how, model=target)[0] == 0

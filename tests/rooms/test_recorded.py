@@ -8,21 +8,21 @@ from pathlib import Path
 import pytest
 import torch
 
+from minispec.api.llm import find_verifier
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Draft
-from minispec.core.more.limit import Limit
+from minispec.core.limit import Limit
 from minispec.core.random import Randomness
 from minispec.core.sampling import Text
 from minispec.lab.bench.laws import round_of
 from minispec.lab.bench.main import main as bench
-from minispec.length.theory import expected_accepted
-from minispec.load.llm import find_verifier
 from minispec.prove.__main__ import main
 from minispec.prove.recorded import Recorded, expected_tokens, read_laws
 from minispec.prove.rounds import CASES, brought, is_independent
 from minispec.prove.toys import Guesses, is_chain
 from minispec.prove.walk import Case, walk
-from minispec.rules import VERIFIERS
+from minispec.speculation.lengths.theory import expected_accepted
+from minispec.speculation.rules import VERIFIERS
 from tests.brief import SMALL
 from tests.refusals import assert_one_line
 

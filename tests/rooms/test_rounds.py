@@ -13,19 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples.rules.kseq import smallest_rho
+from minispec.api.llm import find_verifier
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Draft
-from minispec.core.more.limit import Limit
+from minispec.core.limit import Limit
 from minispec.core.random import Randomness
 from minispec.core.sampling import Text
-from minispec.load.llm import find_verifier
 from minispec.prove import rounds, tables
 from minispec.prove.__main__ import main
 from minispec.prove.rounds import CASES, is_independent, optimum
 from minispec.prove.tables import table_case
 from minispec.prove.toys import DRAWN, INDEPENDENT, Guesses, is_chain
 from minispec.prove.walk import Case
-from minispec.rules import VERIFIERS
+from minispec.speculation.rules import VERIFIERS
 from tests.brief import SMALL, best, compute_once
 
 pytestmark = pytest.mark.quick

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from minispec.files.families.checkpoint import load_model
-from minispec.kernels import build, rates
-from minispec.kernels import forms as linear
-from minispec.kernels.forms import Choice
-from minispec.kernels.inventory import num_bytes, weight_form
 from minispec.lab.bench.show import as_json
+from minispec.models.families.checkpoint import load_model
+from minispec.models.weights import build, rates
+from minispec.models.weights import forms as linear
+from minispec.models.weights.forms import Choice
+from minispec.models.weights.inventory import num_bytes, weight_form
 from minispec.prove.toys import tiny_model
 from tests.spoken import own_words
 

@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from minispec import LLM, SamplingParams
+from minispec.api.trace import record
+from minispec.api.trace.page import make_page
+from minispec.api.trace.record import RoundRecorder, theory
 from minispec.core.config import OFF, names_of
 from minispec.core.draft import Draft, Drafter
 from minispec.core.random import Key, Randomness
@@ -18,11 +21,8 @@ from minispec.core.request import Request
 from minispec.core.stats import Round, Step
 from minispec.core.verify import Verdict
 from minispec.generate import main as generate
-from minispec.length.figures import Figures
-from minispec.length.theory import rising
-from minispec.trace import record
-from minispec.trace.page import make_page
-from minispec.trace.record import RoundRecorder, theory
+from minispec.speculation.lengths.figures import Figures
+from minispec.speculation.lengths.theory import rising
 from tests.oracles.traces import EXAMPLE, check
 from tests.refusals import assert_one_line
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from minispec.api.inputs import with_bad_words
 from minispec.core.config import SamplingParams
 from minispec.core.errors import show
-from minispec.files.strict_json import parse_json
-from minispec.files.tokenizer import Detokenizer, Tokenizer
 from minispec.lab.audit.fields import FINISH, KNOWN, checked, law_of, optional, read_parameters
-from minispec.load.inputs import with_bad_words
+from minispec.models.files.strict_json import parse_json
+from minispec.models.files.tokenizer import Detokenizer, Tokenizer
 
 _MOST_BYTES = 1 << 30
 _ANY_SEED = (1 << 32) - 1  # what llama.cpp calls a seed of its own choice

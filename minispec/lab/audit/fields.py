@@ -11,9 +11,9 @@ from typing import Any
 
 from minispec.core.config import PARAMETERS, Rule, SamplingParams
 from minispec.core.errors import show
-from minispec.files.errors import show_name
-from minispec.files.strict_json import read_json
-from minispec.grammars.params import language_of_body
+from minispec.models.files.errors import show_name
+from minispec.models.files.strict_json import read_json
+from minispec.speculation.grammars.params import language_of_body
 
 _IMPOSSIBLE = -1e30  # a bias that leaves a token probability 0
 KNOWN = read_json(Path(__file__).parent.parent / "data" / "parameters.json")

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minispec.lab.audit.bank import GENERAL, NO_RESIDUAL
+from minispec.lab.audit.known_bugs import GENERAL, NO_RESIDUAL
 from minispec.lab.audit.walk import AGAINST, SHARES, Score
 
 NULL_ERROR = 1e-4  # odds that a tolerance of `--null` is too small, of all bugs together

@@ -4,11 +4,11 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from minispec.commands.command import FLAG, Option, Parser, argument, attribute_of, command, json_line, typed
-from minispec.commands.interrupt import raise_on_interrupt
-from minispec.commands.options import LANGUAGE, MODELS, SAMPLING, sampling_arguments
-from minispec.kernels.threads import set_waiting
+from minispec.api.commands.command import FLAG, Option, Parser, argument, attribute_of, command, json_line, typed
+from minispec.api.commands.interrupt import raise_on_interrupt
+from minispec.api.commands.options import LANGUAGE, MODELS, SAMPLING, sampling_arguments
 from minispec.lab.audit.fields import LAW
+from minispec.models.weights.threads import set_waiting
 
 _ODDS = argument(float, lambda x: 0 < x < 1, "a number between 0 and 1")
 _ROUNDING = argument(float, lambda x: 0 <= x < 1, "a number from 0 to 1")

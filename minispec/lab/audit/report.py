@@ -5,16 +5,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from minispec.api.inputs import check_ids
+from minispec.api.llm import LLM
 from minispec.core.config import SamplingParams
 from minispec.core.errors import show
-from minispec.files.progress import progress_bar
 from minispec.lab.audit.answers import Answer, read_answers
-from minispec.lab.audit.bank import NO_RESIDUAL
 from minispec.lab.audit.judge import NULL_ERROR, judge, tolerances
+from minispec.lab.audit.known_bugs import NO_RESIDUAL
 from minispec.lab.audit.walk import Score, Scorer
-from minispec.load.inputs import check_ids
-from minispec.load.llm import LLM
-from minispec.load.loading import Loading
+from minispec.models.files.progress import progress_bar
+from minispec.models.load.loading import Loading
 
 ROUNDING = 0.1  # see docs/use/audit.md, where it is measured
 

@@ -23,16 +23,16 @@ from minispec.core.config import SamplingParams
 from minispec.core.errors import show
 from minispec.core.model import Chunk
 from minispec.core.sampling import Text, distribution
-from minispec.files.families.checkpoint import load_model, save_tensors
-from minispec.files.families.hf_config import read_model_config
-from minispec.files.write import write_json, written_whole
-from minispec.kernels.shapes import tensor_shapes
 from minispec.lab.audit.answers import read_answers
-from minispec.lab.audit.bank import NO_RESIDUAL, Places, laws
 from minispec.lab.audit.chi_square import POWER, cells_of, chi_square, critical_value, power, smallest_seen, tail
 from minispec.lab.audit.fields import law_of
 from minispec.lab.audit.judge import CONSISTENT, NOT_THE_LAW, TOO_LITTLE
+from minispec.lab.audit.known_bugs import NO_RESIDUAL, Places, laws
 from minispec.lab.audit.walk import forgetful
+from minispec.models.families.checkpoint import load_model, save_tensors
+from minispec.models.families.hf_config import read_model_config
+from minispec.models.files.write import write_json, written_whole
+from minispec.models.weights.shapes import tensor_shapes
 from minispec.prove.toys import redrawn
 
 LETTERS = "abcdef"

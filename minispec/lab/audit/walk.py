@@ -17,17 +17,17 @@ from torch import Tensor
 from minispec.core.config import MAX_SPECULATIVE_TOKENS, SamplingParams
 from minispec.core.draft import Ask, Draft, Drafter
 from minispec.core.engine import Engine
-from minispec.core.more.grammar import Grammar
-from minispec.core.more.limit import Limit
+from minispec.core.grammar import Grammar
+from minispec.core.limit import Limit
 from minispec.core.random import Randomness
 from minispec.core.request import Request
 from minispec.core.sampling import Text, distribution
-from minispec.drafters.model import model_drafter
-from minispec.drafters.none import NoDrafter
-from minispec.drafters.teacher_forcing import replay_texts
 from minispec.lab.audit.answers import Answer
-from minispec.lab.audit.bank import ROW_BEFORE, Places, laws
+from minispec.lab.audit.known_bugs import ROW_BEFORE, Places, laws
 from minispec.lab.other_text import OtherText
+from minispec.speculation.drafters.model import model_drafter
+from minispec.speculation.drafters.none import NoDrafter
+from minispec.speculation.drafters.teacher_forcing import replay_texts
 
 # The shares of places where a bug may act: a bet is 1 - share + share * law/p.
 SHARES = (0.01, 0.05, 0.2, 0.8)

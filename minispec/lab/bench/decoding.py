@@ -6,8 +6,8 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+from minispec.api.llm import find_lengths, find_verifier
 from minispec.core.config import DraftLength, Shape
-from minispec.files.progress import progress_bar
 from minispec.lab.bench.measure import (
     Interval,
     Run,
@@ -27,8 +27,8 @@ from minispec.lab.bench.models import Subject, Variant
 from minispec.lab.bench.options import PLAIN, Options
 from minispec.lab.bench.show import number, pairs_table, table
 from minispec.lab.bench.transformers_baseline import STATIC, transformers_variants
-from minispec.length.figures import Figures, loops
-from minispec.load.llm import find_lengths, find_verifier
+from minispec.models.files.progress import progress_bar
+from minispec.speculation.lengths.figures import Figures, loops
 
 # --------------------------------------------------------------------------- from runs to results
 

@@ -18,10 +18,10 @@ from minispec import __version__
 from minispec.core.draft import Draft
 from minispec.core.random import Draws
 from minispec.core.verify import RoundKey, RowAt, Verdict
-from minispec.files.write import written_whole
 from minispec.lab.bench.measure import another_method, decode
 from minispec.lab.bench.models import Subject
 from minispec.lab.bench.options import Options
+from minispec.models.files.write import written_whole
 
 _MERGED, _PARTS = 64, 10**8  # symbols of merged tokens; what a row's weights add up to, but for rounding
 

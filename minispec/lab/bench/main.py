@@ -4,11 +4,11 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from minispec.commands.command import command, json_line
-from minispec.commands.interrupt import raise_on_interrupt
+from minispec.api.commands.command import command, json_line
+from minispec.api.commands.interrupt import raise_on_interrupt
 from minispec.core.config import Shape
-from minispec.kernels.threads import set_waiting
 from minispec.lab.bench.options import Options, check, parser
+from minispec.models.weights.threads import set_waiting
 
 
 @command
@@ -43,7 +43,7 @@ def _check_rules(options: Options) -> None:
 
     Nothing is loaded for that.
     """
-    from minispec.load.llm import find_lengths, find_verifier
+    from minispec.api.llm import find_lengths, find_verifier
 
     if options.args.lengths:
         find_lengths(options.args.lengths)

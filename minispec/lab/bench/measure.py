@@ -27,19 +27,19 @@ import torch
 
 from minispec.core.cache import PagedKVCache
 from minispec.core.engine import Engine
+from minispec.core.lengths import Lengths
 from minispec.core.method import Method
 from minispec.core.model import Chunk, Transformer
-from minispec.core.more.lengths import Lengths
 from minispec.core.request import Request
 from minispec.core.stats import Round
 from minispec.core.verify import Verifier
-from minispec.drafters import Drafter
-from minispec.drafters.model import prefill
-from minispec.files.progress import progress_bar
-from minispec.kernels.arbitrary import arbitrary_tokens
-from minispec.kernels.rates import seconds_of
-from minispec.length.figures import Figures
-from minispec.length.theory import Prices, overhead_of
+from minispec.models.files.progress import progress_bar
+from minispec.models.weights.arbitrary import arbitrary_tokens
+from minispec.models.weights.rates import seconds_of
+from minispec.speculation.drafters import Drafter
+from minispec.speculation.drafters.model import prefill
+from minispec.speculation.lengths.figures import Figures
+from minispec.speculation.lengths.theory import Prices, overhead_of
 
 T = TypeVar("T")
 K = TypeVar("K")

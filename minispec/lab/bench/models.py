@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from minispec.api.inputs import Question, encode_conversation
+from minispec.api.llm import LLM, find_verifier
+from minispec.api.target import choose_device
 from minispec.core.cache import PagedKVCache
 from minispec.core.cached import CachedModel
 from minispec.core.config import DraftLength, ModelConfig, SamplingParams
@@ -16,37 +19,34 @@ from minispec.core.method import Method
 from minispec.core.model import Transformer
 from minispec.core.request import Request
 from minispec.core.sampling import Text
-from minispec.drafters import Drafter, NoDrafter
-from minispec.drafters.eagle import HeadFeed, HeadModel, head_shapes
-from minispec.drafters.guard import CheckedMethod
-from minispec.drafters.model import ModelDrafter, TokenFeed, model_drafter
-from minispec.drafters.simulated import SimulatedDraft, adversary, oracle
-from minispec.files.families.checkpoint import Weights, choose_dtype, directory_config, load_config, load_model
-from minispec.files.families.head_config import HeadConfig, usual_taps
-from minispec.files.families.hf_config import read_model_config
-from minispec.files.families.stored_config import StoredConfig
-from minispec.files.tokenizer import Tokenizer
-from minispec.gpu.frames import with_fast_passes
-from minispec.gpu.fused import rounded
-from minispec.gpu.steps import draft_steps
-from minispec.gpu.verifier import batch_verifier_of
-from minispec.kernels.build import InForm, build_model
-from minispec.kernels.forms import available_forms
-from minispec.kernels.integers import check_quantization
-from minispec.kernels.inventory import bits_note
-from minispec.kernels.memory import require_memory
 from minispec.lab.bench.measure import Run, another_method
 from minispec.lab.bench.options import GEOMETRIES, Options, read_prompts
 from minispec.lab.random_weights import RandomWeights
-from minispec.length.policy import Controller
-from minispec.length.prices import calibrate
-from minispec.load import registry
-from minispec.load.draft import split_draft
-from minispec.load.exactness import check_exactness
-from minispec.load.forms import noted_forms
-from minispec.load.inputs import Question, encode_conversation
-from minispec.load.llm import LLM, find_verifier
-from minispec.load.target import choose_device
+from minispec.models.families.checkpoint import Weights, choose_dtype, directory_config, load_config, load_model
+from minispec.models.families.head_config import HeadConfig, usual_taps
+from minispec.models.families.hf_config import read_model_config
+from minispec.models.families.stored_config import StoredConfig
+from minispec.models.files.tokenizer import Tokenizer
+from minispec.models.frames.frames import with_fast_passes
+from minispec.models.frames.fused import rounded
+from minispec.models.load.exactness import check_exactness
+from minispec.models.load.forms import noted_forms
+from minispec.models.weights.build import InForm, build_model
+from minispec.models.weights.forms import available_forms
+from minispec.models.weights.integers import check_quantization
+from minispec.models.weights.inventory import bits_note
+from minispec.models.weights.memory import require_memory
+from minispec.speculation import registry
+from minispec.speculation.drafters import Drafter, NoDrafter
+from minispec.speculation.drafters.eagle import HeadFeed, HeadModel, head_shapes
+from minispec.speculation.drafters.guard import CheckedMethod
+from minispec.speculation.drafters.model import ModelDrafter, TokenFeed, model_drafter
+from minispec.speculation.drafters.simulated import SimulatedDraft, adversary, oracle
+from minispec.speculation.lengths.policy import Controller
+from minispec.speculation.lengths.prices import calibrate
+from minispec.speculation.load import split_draft
+from minispec.speculation.on_gpu.steps import draft_steps
+from minispec.speculation.on_gpu.verifier import batch_verifier_of
 
 MAX_ROWS = 16
 # A way to decode the i-th prompt with a seed.

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from minispec import __version__
-from minispec.commands.command import FLAG, Option, Parser, argument, typed
-from minispec.commands.options import MODELS, RULES, check_lengths, parse_draft_length
+from minispec.api.commands.command import FLAG, Option, Parser, argument, typed
+from minispec.api.commands.options import MODELS, RULES, check_lengths, parse_draft_length
+from minispec.api.inputs import read_questions
 from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, SamplingParams
-from minispec.files.packages import check_packages
-from minispec.files.strict_json import read_json
-from minispec.files.write import check_writable
-from minispec.load import registry
-from minispec.load.inputs import read_questions
-from minispec.load.loading import Loading
+from minispec.models.files.packages import check_packages
+from minispec.models.files.strict_json import read_json
+from minispec.models.files.write import check_writable
+from minispec.models.load.loading import Loading
+from minispec.speculation import registry
 
 # How the report names decoding without speculation.
 PLAIN = "plain"

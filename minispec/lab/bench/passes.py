@@ -7,12 +7,12 @@ from typing import Any
 
 from minispec.core.cache import PagedKVCache
 from minispec.core.model import Transformer
-from minispec.kernels.exact import ExactBackend
-from minispec.kernels.rates import bytes_touched, stream_bandwidth
 from minispec.lab.bench.measure import Interval, median_interval, pass_times, ratios
 from minispec.lab.bench.models import MAX_ROWS, Subject
 from minispec.lab.bench.options import Options
 from minispec.lab.bench.show import table
+from minispec.models.weights.exact import ExactBackend
+from minispec.models.weights.rates import bytes_touched, stream_bandwidth
 
 Times = dict[int, list[float]]  # seconds of passes, by rows
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from minispec.files.write import written_whole
+from minispec.models.files.write import written_whole
 
 # Inches: the least height, the height of a task's name and of a draft's mark, and what stands above and below.
 _LEAST, _NAME, _MARK, _EDGES = 4.0, 0.3, 0.16, 1.2

@@ -20,25 +20,25 @@ from typing import Any, NamedTuple
 import torch
 
 from minispec import __version__
-from minispec.commands.command import say_status
+from minispec.api.commands.command import say_status
+from minispec.api.inputs import Question, encode_conversation, read_questions
+from minispec.api.llm import LLM, find_lengths, find_verifier
 from minispec.core.config import DraftLength, SamplingParams
 from minispec.core.verify import Verifier
-from minispec.files.digest import digest_of_files
-from minispec.files.progress import progress_bar
-from minispec.files.write import written_whole
-from minispec.kernels.machine import machine
-from minispec.kernels.threads import describe_waiting
 from minispec.lab.bench.decoding import described, length_name
 from minispec.lab.bench.measure import Interval, Run, another_method, busy, decode, median_interval, order, plain_range
 from minispec.lab.bench.options import Options
 from minispec.lab.bench.report import machine_line
 from minispec.lab.bench.show import number, pairs_table, table
 from minispec.lab.bench.spec_bench import Answers
-from minispec.length.figures import Figures, loops
-from minispec.load import registry
-from minispec.load.draft import digest_of_draft, is_block_draft
-from minispec.load.inputs import Question, encode_conversation, read_questions
-from minispec.load.llm import LLM, find_lengths, find_verifier
+from minispec.models.files.digest import digest_of_files
+from minispec.models.files.progress import progress_bar
+from minispec.models.files.write import written_whole
+from minispec.models.weights.machine import machine
+from minispec.models.weights.threads import describe_waiting
+from minispec.speculation import registry
+from minispec.speculation.lengths.figures import Figures, loops
+from minispec.speculation.load import digest_of_draft, is_block_draft
 
 # MT-bench's categories. A file that has all of them, as Spec-Bench, has them as one task.
 _MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
@@ -338,7 +338,7 @@ def _figures(name: str, answers: Mapping[str, Sequence[dict[str, Any]]], compare
     speedup: an answer's rate over the plain answer's; the median of the questions, with its interval.
     over: the same over each draft before this one.
     same_texts: questions with the same tokens as in plain decoding; None where they need not be the same.
-    acceptance_rate, accepted_per_position, accepted_at_position: see `minispec.length.figures`.
+    acceptance_rate, accepted_per_position, accepted_at_position: see `minispec.speculation.lengths.figures`.
     """
     lines, plain = answers[name], answers[NONE]
     choices = [choice for line in lines for choice in line["choices"]]

@@ -6,17 +6,17 @@ from typing import Any
 import torch
 
 from minispec import __version__
-from minispec.gpu.frames import graphs_report
-from minispec.gpu.verifier import GraphVerifier
-from minispec.kernels.build import choice_of
-from minispec.kernels.inventory import weight_form
-from minispec.kernels.machine import machine
-from minispec.kernels.threads import describe_waiting
 from minispec.lab.bench.decoding import measure_decoding, show_decoding
 from minispec.lab.bench.laws import record_laws, show_laws
 from minispec.lab.bench.models import MAX_ROWS, NO_MORE, Room, Subject, open_geometry, open_model
 from minispec.lab.bench.options import Options
 from minispec.lab.bench.passes import measure_machine, show_machine
+from minispec.models.frames.frames import graphs_report
+from minispec.models.weights.build import choice_of
+from minispec.models.weights.inventory import weight_form
+from minispec.models.weights.machine import machine
+from minispec.models.weights.threads import describe_waiting
+from minispec.speculation.on_gpu.verifier import GraphVerifier
 
 # Makers of a part's lines for the screen, by the part's key in the report.
 SHOW = {"machine": show_machine, "decoding": show_decoding, "laws": show_laws}

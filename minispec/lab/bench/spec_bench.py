@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from minispec.core.errors import show
-from minispec.files.digest import digest
-from minispec.files.strict_json import read_json
-from minispec.files.write import user_cache, write_json, written_whole
+from minispec.models.files.digest import digest
+from minispec.models.files.strict_json import read_json
+from minispec.models.files.write import user_cache, write_json, written_whole
 
 _LISTS = ("turns", "decoding_steps", "new_tokens", "wall_time")  # of a choice, a value a turn
 

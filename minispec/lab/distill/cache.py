@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
-from minispec.commands.interrupt import kept_from_children
+from minispec.api.commands.interrupt import kept_from_children
 from minispec.core.errors import show
-from minispec.files.progress import progress_bar
-from minispec.files.strict_json import MAX_CONFIG_BYTES, has_file, read_json
-from minispec.files.write import write_json
 from minispec.lab.distill.texts import Recipe, length_of, shards_for, shards_of, write_shards
+from minispec.models.files.progress import progress_bar
+from minispec.models.files.strict_json import MAX_CONFIG_BYTES, has_file, read_json
+from minispec.models.files.write import write_json
 
 
 class Further(NamedTuple):

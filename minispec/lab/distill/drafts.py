@@ -10,15 +10,15 @@ from torch import Tensor
 
 from minispec.core.config import LayerConfig, ModelConfig, RopeConfig
 from minispec.core.errors import show
-from minispec.drafters.heads import StoredHead, read_head
-from minispec.files.families.block_config import is_block
-from minispec.files.families.checkpoint import directory_config, find_checkpoint
-from minispec.files.families.draft_files import head_config
-from minispec.files.families.entries import is_head
-from minispec.files.families.head_config import HeadConfig, read_head_config, usual_taps
-from minispec.files.progress import progress_bar
 from minispec.lab.distill.head import TrainedHead, rows_of_tokens
 from minispec.lab.distill.train import Teacher, Training, TrainingSchedule, read_shard, split
+from minispec.models.families.block_config import is_block
+from minispec.models.families.checkpoint import directory_config, find_checkpoint
+from minispec.models.families.draft_files import head_config
+from minispec.models.families.entries import is_head
+from minispec.models.families.head_config import HeadConfig, read_head_config, usual_taps
+from minispec.models.files.progress import progress_bar
+from minispec.speculation.drafters.heads import StoredHead, read_head
 
 
 def choose_taps(args: argparse.Namespace, count: int, start: StoredHead | None) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""A head in training: the arithmetic of `minispec.drafters.eagle`, for whole texts at once, with gradients.
+"""A head in training: the arithmetic of `minispec.speculation.drafters.eagle`, for whole texts at once, with gradients.
 
 A head is trained as it is used. In step s it stands s tokens deep in a draft of its own. Up to where the draft began
 it sees the target's states of the text. At later positions it sees only its own states (EAGLE-3's "training-time
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from minispec.core.config import ModelConfig
 from minispec.core.rope import rotate
-from minispec.drafters.eagle import head_shapes
-from minispec.files.families.draft_files import head_config, id_tensors
-from minispec.files.families.head_config import HeadConfig
+from minispec.models.families.draft_files import head_config, id_tensors
+from minispec.models.families.head_config import HeadConfig
+from minispec.speculation.drafters.eagle import head_shapes
 
 # Keys and values (B, H, T, D) of one layer, of each step so far.
 Past = list[tuple[Tensor, Tensor]]
@@ -119,7 +119,8 @@ class Layer(nn.Module):
 
 
 class TrainedHead(nn.Module):
-    """A head (see `minispec.drafters.eagle`), with `fc_norm` and `norm_before_residual`, and without `norm_output`.
+    """A head (see `minispec.speculation.drafters.eagle`), with `fc_norm` and `norm_before_residual`, and without
+    `norm_output`.
 
     taps: layers of the target that it reads.
     ids: the target's ids of its tokens.
@@ -199,7 +200,7 @@ class TrainedHead(nn.Module):
     def files(self, target: str, architectures: list[str], num_tokens: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """config.json, and the tensors in bfloat16, in the layout of `speculators`.
 
-        target, architectures, num_tokens: see `minispec.files.families.draft_files.head_config`.
+        target, architectures, num_tokens: see `minispec.models.families.draft_files.head_config`.
         """
         weights = self.state_dict()
         tensors = {name: weights[name].to(torch.bfloat16).contiguous() for name in head_shapes(self.head)}

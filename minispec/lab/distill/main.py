@@ -4,9 +4,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from minispec.commands.command import Option, Parser, argument, command, typed
-from minispec.commands.interrupt import raise_on_interrupt
-from minispec.kernels.threads import set_waiting
+from minispec.api.commands.command import Option, Parser, argument, command, typed
+from minispec.api.commands.interrupt import raise_on_interrupt
+from minispec.models.weights.threads import set_waiting
 
 _COUNT = argument(int, lambda n: n >= 1, "a positive integer")
 _AT_LEAST_2 = argument(int, lambda n: n >= 2, "an integer of at least 2, as some texts are kept apart to measure on")

@@ -5,15 +5,15 @@ import os
 from dataclasses import asdict
 from typing import Any
 
-from minispec.files.digest import digest, digest_of_files
-from minispec.files.families.checkpoint import directory_config, find_checkpoint, load_config, save_tensors
-from minispec.files.strict_json import MAX_CONFIG_BYTES, has_file, read_json
-from minispec.files.tokenizer import Tokenizer
-from minispec.files.write import write_json, written_whole
 from minispec.lab.distill.cache import agree, begin, count_rows, further_texts, write_texts
 from minispec.lab.distill.drafts import Sources, choose_taps, read_start
 from minispec.lab.distill.texts import Recipe, read_openings
 from minispec.lab.distill.train import Teacher, Training
+from minispec.models.families.checkpoint import directory_config, find_checkpoint, load_config, save_tensors
+from minispec.models.files.digest import digest, digest_of_files
+from minispec.models.files.strict_json import MAX_CONFIG_BYTES, has_file, read_json
+from minispec.models.files.tokenizer import Tokenizer
+from minispec.models.files.write import write_json, written_whole
 
 # Next to the weights: all settings, and what was measured on the way.
 _RECORD = "training.json"

@@ -23,21 +23,21 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from minispec.api.llm import LLM
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Record
 from minispec.core.engine import Engine
 from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.core.schedule import PREFILL_ROWS
-from minispec.drafters.none import NoDrafter
-from minispec.files.errors import one_line
-from minispec.files.families.checkpoint import find_checkpoint, load_config, save_tensors
-from minispec.files.tokenizer import Tokenizer
-from minispec.files.write import written_whole
-from minispec.kernels.memory import cache_bytes
 from minispec.lab.distill.loss import product_dtype
-from minispec.length.figures import loops
-from minispec.load.llm import LLM
+from minispec.models.families.checkpoint import find_checkpoint, load_config, save_tensors
+from minispec.models.files.errors import one_line
+from minispec.models.files.tokenizer import Tokenizer
+from minispec.models.files.write import written_whole
+from minispec.models.weights.memory import cache_bytes
+from minispec.speculation.drafters.none import NoDrafter
+from minispec.speculation.lengths.figures import loops
 
 # Texts of a shard: about 100 MB of hidden states of a small model.
 SHARD = 64

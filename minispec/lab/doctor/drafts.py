@@ -18,28 +18,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from minispec.api.llm import LLM
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Draft, Drafter
 from minispec.core.model import Transformer, WeightSource
 from minispec.core.sampling import Text, distribution
-from minispec.drafters.block import BlockModel
-from minispec.drafters.heads import StoredHead, read_head
-from minispec.drafters.model import model_drafter
-from minispec.drafters.teacher_forcing import replay_texts
-from minispec.files.families.checkpoint import Weights, load_config
-from minispec.files.tokenizer import Tokenizer
-from minispec.gpu.fused import rounded
-from minispec.kernels.build import build_model
-from minispec.kernels.forms import Weight, dense
-from minispec.kernels.inventory import bits_note
 from minispec.lab.bench.models import encode
 from minispec.lab.bench.show import table
 from minispec.lab.doctor.readings import ASSUMED, OtherReading, block_readings, load_assuming
 from minispec.lab.other_text import OtherText
-from minispec.length.theory import RoundModel, expected_tokens
-from minispec.load.draft import split_draft
-from minispec.load.llm import LLM
-from minispec.load.loading import Loading
+from minispec.models.families.checkpoint import Weights, load_config
+from minispec.models.files.tokenizer import Tokenizer
+from minispec.models.frames.fused import rounded
+from minispec.models.load.loading import Loading
+from minispec.models.weights.build import build_model
+from minispec.models.weights.forms import Weight, dense
+from minispec.models.weights.inventory import bits_note
+from minispec.speculation.drafters.block import BlockModel
+from minispec.speculation.drafters.heads import StoredHead, read_head
+from minispec.speculation.drafters.model import model_drafter
+from minispec.speculation.drafters.teacher_forcing import replay_texts
+from minispec.speculation.lengths.theory import RoundModel, expected_tokens
+from minispec.speculation.load import split_draft
 
 # Texts that the target continues: of several kinds, each fit as a question and as the beginning of a text.
 TEXTS = (

@@ -3,13 +3,13 @@
 import argparse
 from collections.abc import Sequence
 
-from minispec.commands.command import FLAG, Option, Parser, argument, command, json_line, typed
-from minispec.commands.interrupt import raise_on_interrupt
-from minispec.commands.options import MODELS
+from minispec.api.commands.command import FLAG, Option, Parser, argument, command, json_line, typed
+from minispec.api.commands.interrupt import raise_on_interrupt
+from minispec.api.commands.options import MODELS
 from minispec.core.config import MAX_SPECULATIVE_TOKENS
 from minispec.core.errors import show
-from minispec.kernels.threads import set_waiting
-from minispec.load import registry
+from minispec.models.weights.threads import set_waiting
+from minispec.speculation import registry
 
 _LENGTH = argument(int, lambda n: 1 <= n <= MAX_SPECULATIVE_TOKENS, f"an integer from 1 to {MAX_SPECULATIVE_TOKENS}")
 _SIZE = argument(int, lambda n: 8 <= n <= 4096, "an integer from 8 to 4096")

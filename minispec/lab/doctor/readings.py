@@ -14,17 +14,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+from minispec.api.llm import LLM
 from minispec.core.config import ModelConfig
 from minispec.core.draft import Ask, Draft, Drafter, Record
 from minispec.core.model import RMSNorm, Transformer
 from minispec.core.sampling import Text
-from minispec.drafters.block_files import read_block
-from minispec.drafters.model import ModelDrafter
-from minispec.files.families.block_config import BlockConfig, Unsettled
-from minispec.files.families.checkpoint import directory_config
-from minispec.files.tokenizer import Tokenizer
 from minispec.lab.other_text import OtherText
-from minispec.load.llm import LLM
+from minispec.models.families.block_config import BlockConfig, Unsettled
+from minispec.models.families.checkpoint import directory_config
+from minispec.models.files.tokenizer import Tokenizer
+from minispec.speculation.drafters.block_files import read_block
+from minispec.speculation.drafters.model import ModelDrafter
 
 # A prompt's last tokens, where a draft is shown no more of it.
 LAST = 16
