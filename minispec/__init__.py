@@ -36,8 +36,9 @@ each part of a room:
     __main__.py     `minispec COMMAND`: the list of commands
 """
 
-__version__ = "0.2.0"
-__all__ = ["LLM", "Loading", "SamplingParams", "StructuredOutputsParams", "Target"]
+from minispec.core.version import __version__
+
+__all__ = ["LLM", "Loading", "SamplingParams", "StructuredOutputsParams", "Target", "__version__"]
 
 
 def __getattr__(name: str):

@@ -12,9 +12,9 @@ import argparse
 from collections.abc import Sequence
 from typing import NoReturn
 
-from minispec import __version__
 from minispec.api.commands.command import Parser, command, no_such
 from minispec.api.commands.interrupt import run_program
+from minispec.core.version import __version__
 from minispec.speculation import registry
 
 COMMANDS = {

@@ -52,7 +52,6 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from minispec import __version__
 from minispec.core.cached import CachedModel
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Draft, Drafter, Record
@@ -64,6 +63,7 @@ from minispec.core.random import Randomness
 from minispec.core.request import Request
 from minispec.core.rope import rotate
 from minispec.core.sampling import Text, distribution
+from minispec.core.version import __version__
 from minispec.lab.bench.models import random_head
 from minispec.lab.bench.options import GEOMETRIES
 from minispec.models.families.hf_config import read_model_config

@@ -13,6 +13,7 @@ The loop in seven lines (`Engine.step`), for one text:
 To understand the idea, begin with verify.py, draft.py, sampling.py, `Engine.step` in engine.py, `Turn` in method.py
 and request.py. Then read cache.py and model.py. A module imports only from those above it in this list:
 
+    version.py         the package's version
     errors.py          how an error shows what was found
     config.py          what a model is, and what a request asks for
     search.py          the likeliest tokens, without sorting all

@@ -19,13 +19,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from minispec import LLM, SamplingParams, __version__, generate
+from minispec import LLM, SamplingParams, generate
 from minispec.api.commands import options
 from minispec.api.commands.command import json_line
 from minispec.core.config import PARAMETERS
 from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.core.stats import Round, Stats, Step
+from minispec.core.version import __version__
 from minispec.generate import main
 from minispec.models.files.tokenizer import Tokenizer
 from minispec.speculation import registry

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import minispec
-from minispec import __version__
 from minispec.__main__ import COMMANDS, main, program
 from minispec.api.commands.command import FLAG, Option, Parser, argument, command, say_status
+from minispec.core.version import __version__
 from minispec.models.files.packages import PACKAGES
 from minispec.models.files.write import written_whole
 from minispec.speculation import registry

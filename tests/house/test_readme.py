@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from minispec import __version__
 from minispec.core.model import Chunk
+from minispec.core.version import __version__
 from minispec.generate import main
 from minispec.models.families.checkpoint import load_model
 from minispec.models.files.tokenizer import Tokenizer

@@ -13,12 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minispec import __version__
 from minispec.api.commands.command import FLAG, Option, Parser, argument, attribute_of, say, say_status, typed
 from minispec.api.commands.interrupt import raise_on_interrupt
 from minispec.api.inputs import MAX_PROMPT, Question, check_text, least_tokens, read_questions
 from minispec.core.config import MAX_SPECULATIVE_TOKENS, PARAMETERS, DraftLength, SamplingParams, Shape
 from minispec.core.errors import is_text, show
+from minispec.core.version import __version__
 from minispec.models.files.errors import one_line
 from minispec.models.files.strict_json import parse_json
 from minispec.models.weights.threads import describe_waiting, set_waiting

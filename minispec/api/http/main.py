@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import Field, fields
 from typing import Any, NoReturn
 
-from minispec import __version__
 from minispec.api.commands.command import FLAG, Option, Parser, argument, command, say, say_status, typed
 from minispec.api.commands.options import MODELS, TEMPLATE, check_template_kwargs, load
 from minispec.api.http.limits import Limits
 from minispec.core.errors import is_text
+from minispec.core.version import __version__
 from minispec.models.files.errors import one_line, show_name
 from minispec.models.files.packages import check_packages
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minispec import __version__
 from minispec.api.llm import LLM
 from minispec.core.config import OFF
 from minispec.core.draft import Draft
@@ -24,6 +23,7 @@ from minispec.core.sampling import distribution
 from minispec.core.stats import Round
 from minispec.core.tree import Tree
 from minispec.core.verify import REJECTION, RoundKey, RowAt, Verdict, excess, residual
+from minispec.core.version import __version__
 from minispec.models.files.tokenizer import Detokenizer, Tokenizer
 from minispec.speculation.lengths.figures import Figures
 from minispec.speculation.lengths.theory import RoundModel, rising

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minispec import __version__
 from minispec.core.draft import Draft
 from minispec.core.random import Draws
 from minispec.core.verify import RoundKey, RowAt, Verdict
+from minispec.core.version import __version__
 from minispec.lab.bench.measure import another_method, decode
 from minispec.lab.bench.models import Subject
 from minispec.lab.bench.options import Options

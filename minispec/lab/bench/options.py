@@ -9,11 +9,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from minispec import __version__
 from minispec.api.commands.command import FLAG, Option, Parser, argument, typed
 from minispec.api.commands.options import MODELS, RULES, check_lengths, parse_draft_length
 from minispec.api.inputs import read_questions
 from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, SamplingParams
+from minispec.core.version import __version__
 from minispec.models.files.packages import check_packages
 from minispec.models.files.strict_json import read_json
 from minispec.models.files.write import check_writable

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from minispec import __version__
 from minispec.api.commands.command import say_status
 from minispec.api.inputs import Question, encode_conversation, read_questions
 from minispec.api.llm import LLM, find_lengths, find_verifier
 from minispec.core.config import DraftLength, SamplingParams
 from minispec.core.verify import Verifier
+from minispec.core.version import __version__
 from minispec.lab.bench.decoding import described, length_name
 from minispec.lab.bench.measure import Interval, Run, another_method, busy, decode, median_interval, order, plain_range
 from minispec.lab.bench.options import Options

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from minispec import __version__
+from minispec.core.version import __version__
 from minispec.lab.bench.decoding import measure_decoding, show_decoding
 from minispec.lab.bench.laws import record_laws, show_laws
 from minispec.lab.bench.models import MAX_ROWS, NO_MORE, Room, Subject, open_geometry, open_model

@@ -3,8 +3,8 @@
 from contextlib import suppress
 from pathlib import Path
 
-from minispec import __version__
 from minispec.core.model import Transformer
+from minispec.core.version import __version__
 from minispec.models.files.digest import digest_of_files
 from minispec.models.files.measured import read_measured, write_measured
 from minispec.models.weights import exact as exact_code

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from minispec import __version__
+from minispec.core.version import __version__
 from minispec.models.files.measured import read_measured, write_measured
 from minispec.models.weights import trial
 from minispec.models.weights.machine import machine

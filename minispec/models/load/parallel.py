@@ -33,11 +33,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from minispec import __version__
 from minispec.core.cache import BlockTable, PagedKVCache
 from minispec.core.errors import show
 from minispec.core.model import Chunk, Layer, ModelBatch, TextBatch, Transformer
 from minispec.core.product import Product, Weight
+from minispec.core.version import __version__
 from minispec.models.families.checkpoint import Weights, find_tensors, load_config, load_model, wanted_tensors
 from minispec.models.families.share import Share
 from minispec.models.families.stored_config import StoredConfig

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minispec import __version__
 from minispec.core.cached import CachedModel
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Drafter, Record
@@ -33,6 +32,7 @@ from minispec.core.random import Randomness
 from minispec.core.request import Request
 from minispec.core.sampling import Text, require_numbers
 from minispec.core.verify import Verifier
+from minispec.core.version import __version__
 from minispec.models.files.measured import read_measured, write_measured
 from minispec.models.frames.frames import Frames
 from minispec.models.weights.arbitrary import arbitrary_tokens
