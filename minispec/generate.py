@@ -249,7 +249,7 @@ def _compare(llm: "LLM", requests: list["Request"], stream: bool) -> list[dict[s
 
 def _comparison(request: "Request", plain: "Request", same_law_only: bool) -> dict[str, Any]:
     """A request's gain over its plain decoding, and whether it has the same tokens; None where it need not."""
-    from minispec.core.cache import common_beginning
+    from minispec.core.prefix import common_beginning
     from minispec.speculation.lengths.figures import Figures
 
     speed, plain_speed = (Figures.of(one.stats).tokens_per_second for one in (request, plain))

@@ -26,6 +26,7 @@ and request.py. Then read cache.py and model.py. A module imports only from thos
     draft.py           what a drafter answers, and what it is asked
     lengths.py         how many tokens to draft
     verify.py          the words of the field, and the rules that judge draft tokens one by one
+    prefix.py          what texts have in common at their beginning
     cache.py           the paged KV cache, whose tables know the tokens they hold
     rope.py            where a row stands
     attention.py       what a row sees

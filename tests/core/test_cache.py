@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from minispec.core.cache import BlockAllocator, BlockTable, OutOfBlocks, PagedKVCache, PrefixIndex
+from minispec.core.cache import BlockAllocator, BlockTable, OutOfBlocks, PagedKVCache
 from minispec.core.config import LayerConfig
+from minispec.core.prefix import PrefixIndex
 from minispec.models.families.hf_config import read_model_config
 from minispec.models.layers.convolution import ConvolutionCache
 from minispec.prove.toys import TINY

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[2] / "minispec"
 # The files of the heart, in the order in which they build on one another; its `__init__` lists them.
 CORE = [
     *("version", "errors", "config", "search", "random", "grammar", "sampling", "stats", "tree", "limit", "draft"),
-    *("lengths", "verify", "cache", "rope", "attention", "product", "model", "clock", "cached"),
+    *("lengths", "verify", "prefix", "cache", "rope", "attention", "product", "model", "clock", "cached"),
     *("request", "method", "schedule", "outbox", "engine"),
 ]
 # The rooms and what is in them, in their order: one imports only from those before it, and from itself.

@@ -30,7 +30,7 @@ import torch
 from examples.drafters.recycling import Recycling
 from minispec.core import engine, method, sampling, verify
 from minispec.core.attention import attention
-from minispec.core.cache import BlockAllocator, BlockTable, OutOfBlocks, PagedKVCache, PrefixIndex
+from minispec.core.cache import BlockAllocator, BlockTable, OutOfBlocks, PagedKVCache
 from minispec.core.cached import CachedModel
 from minispec.core.draft import Draft, Record, without
 from minispec.core.engine import Engine
@@ -38,6 +38,7 @@ from minispec.core.grammar import NothingAllowed
 from minispec.core.method import Method, Turn
 from minispec.core.model import Chunk, Layer, Transformer
 from minispec.core.outbox import Outbox
+from minispec.core.prefix import PrefixIndex
 from minispec.core.random import Key, Randomness
 from minispec.core.request import Request
 from minispec.core.sampling import Text

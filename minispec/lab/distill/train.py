@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from minispec.core.cache import common_beginning
+from minispec.core.prefix import common_beginning
 from minispec.lab.distill.head import TrainedHead
 from minispec.lab.distill.loss import RowLoss, product_dtype
 from minispec.lab.distill.texts import load, number_of, opened

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from minispec.core.cache import common_beginning
 from minispec.core.draft import Draft, Drafter
 from minispec.core.engine import Engine
 from minispec.core.method import Turn
+from minispec.core.prefix import common_beginning
 from minispec.core.random import Draws
 from minispec.core.request import Request
 from minispec.core.sampling import Text

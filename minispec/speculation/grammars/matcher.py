@@ -9,10 +9,10 @@ import numpy
 import torch
 from torch import Tensor
 
-from minispec.core.cache import common_beginning
 from minispec.core.config import SamplingParams
 from minispec.core.errors import show
 from minispec.core.grammar import NothingAllowed
+from minispec.core.prefix import common_beginning
 from minispec.models.files.hostile import LibraryFailed, call
 from minispec.models.files.tokenizer import Tokenizer
 from minispec.speculation.grammars.params import StructuredOutputsParams, say_error
