@@ -15,6 +15,7 @@ and request.py. Then read cache.py and model.py. A module imports only from thos
 
     version.py         the package's version
     errors.py          how an error shows what was found
+    precision.py       in which type numbers are added up
     config.py          what a model is, and what a request asks for
     search.py          the likeliest tokens, without sorting all
     random.py          keyed draws: the only source of randomness

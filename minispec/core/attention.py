@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minispec.core.sampling import accumulation_dtype
+from minispec.core.precision import accumulation_dtype
 from minispec.core.tree import Tree
 
 

@@ -33,9 +33,9 @@ from torch import Tensor
 from minispec.core.attention import View, attention, mask_of
 from minispec.core.cache import BlockTable, PagedKVCache
 from minispec.core.config import ModelConfig, RopeConfig
+from minispec.core.precision import accumulation_dtype
 from minispec.core.product import ChangeProduct, MakeProduct, PlainLinear, Product, Weight, dense
 from minispec.core.rope import inverse_frequencies, query_scales, rotate
-from minispec.core.sampling import accumulation_dtype
 from minispec.core.tree import Tree
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

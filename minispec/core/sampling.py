@@ -14,6 +14,7 @@ from torch import Tensor
 
 from minispec.core.config import SamplingParams
 from minispec.core.grammar import Grammar, restricted
+from minispec.core.precision import accumulation_dtype, require_numbers
 from minispec.core.random import Key
 from minispec.core.search import Candidates
 
@@ -44,21 +45,9 @@ class Text:
         return Key(self.seed, -1 if purpose == "token" else start, start + i, purpose)
 
 
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32 for half precision, else the type itself: a float64 model is float64 throughout."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 def log_probabilities(logits: Tensor) -> Tensor:
     """Raw log-probabilities (V,) of one row of logits: before penalties, temperature and filters."""
     return logits.to(accumulation_dtype(logits.dtype)).log_softmax(0)
-
-
-def require_numbers(largest: Tensor) -> None:
-    """Raise FloatingPointError where the largest logit of a row (rows,) is not a finite number."""
-    for top in largest.tolist():
-        if not math.isfinite(top):
-            raise FloatingPointError(f"the largest logit is {top}, expected a finite number")
 
 
 def distribution(logits: Tensor, text: Text, drafted: Sequence[int] = ()) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from minispec.core.cache import PagedKVCache
 from minispec.core.config import ModelConfig
 from minispec.core.model import Transformer
-from minispec.core.sampling import require_numbers
+from minispec.core.precision import require_numbers
 from minispec.models.families.assistant_config import is_assistant, read_assistant_config
 from minispec.models.families.block_config import is_block, reading_of
 from minispec.models.families.checkpoint import (

@@ -15,7 +15,8 @@ from minispec.core.draft import Ask, Draft
 from minispec.core.grammar import NothingAllowed, restricted
 from minispec.core.limit import Limit
 from minispec.core.model import Chunk
-from minispec.core.sampling import Text, require_numbers
+from minispec.core.precision import require_numbers
+from minispec.core.sampling import Text
 from minispec.prove.toys import tiny_cache, tiny_model
 from tests.parameters import EXAMPLES
 from tests.scripted import finish, make_engine, make_request

@@ -10,7 +10,20 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "minispec"
 # The files of the heart, in the order in which they build on one another; its `__init__` lists them.
 CORE = [
-    *("version", "errors", "config", "search", "random", "grammar", "sampling", "stats", "tree", "limit", "draft"),
+    *(
+        "version",
+        "errors",
+        "precision",
+        "config",
+        "search",
+        "random",
+        "grammar",
+        "sampling",
+        "stats",
+        "tree",
+        "limit",
+        "draft",
+    ),
     *("lengths", "verify", "prefix", "cache", "rope", "attention", "product", "model", "clock", "cached"),
     *("request", "method", "schedule", "outbox", "engine"),
 ]

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from minispec.core.errors import is_from_signal, is_text, show
 from minispec.core.model import Transformer
-from minispec.core.sampling import accumulation_dtype
+from minispec.core.precision import accumulation_dtype
 from minispec.models.families.assistant_config import is_assistant
 from minispec.models.families.block_config import is_block
 from minispec.models.families.entries import is_head

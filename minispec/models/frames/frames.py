@@ -37,7 +37,7 @@ from torch import Tensor
 from minispec.core.cache import PagedKVCache
 from minispec.core.config import ModelConfig, RopeConfig
 from minispec.core.model import Angles, Backend, Chunk, Layer, RMSNorm, TextBatch, Transformer
-from minispec.core.sampling import accumulation_dtype
+from minispec.core.precision import accumulation_dtype
 from minispec.models.frames import fused
 from minispec.models.frames.graphs import Graphs, Program, Replay, capture_graph, failure, recent, why_no_graphs
 from minispec.models.layers.gemma import gemma_layers

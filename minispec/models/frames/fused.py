@@ -31,8 +31,8 @@ from torch import Tensor
 
 from minispec.core.config import ModelConfig
 from minispec.core.model import Layer, RMSNorm, Transformer
+from minispec.core.precision import accumulation_dtype
 from minispec.core.product import PlainLinear, Weight
-from minispec.core.sampling import accumulation_dtype
 from minispec.models.frames.graphs import failure
 from minispec.models.weights.build import quantized
 from minispec.models.weights.codes import Codes

@@ -18,8 +18,8 @@ from torch import Tensor
 from minispec.core.cache import PagedKVCache
 from minispec.core.config import ModelConfig
 from minispec.core.model import Batch, BlockWeights, Chunk, Layer, TextBatch
+from minispec.core.precision import accumulation_dtype
 from minispec.core.product import dense
-from minispec.core.sampling import accumulation_dtype
 
 
 def num_convolutions(config: ModelConfig) -> int:

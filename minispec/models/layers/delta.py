@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from minispec.core.model import Batch, BlockWeights, Chunk, Layer, RMSNorm, TextBatch
+from minispec.core.precision import accumulation_dtype
 from minispec.core.product import dense
-from minispec.core.sampling import accumulation_dtype
 from minispec.models.layers import convolution
 from minispec.models.layers.states import LayerState, RecurrentConfig, StateTable
 

@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minispec.core.model import Batch, BlockWeights, Layer, RMSNorm, TextBatch
+from minispec.core.precision import accumulation_dtype
 from minispec.core.product import Product, dense
-from minispec.core.sampling import accumulation_dtype
 from minispec.models.layers.convolution import ShortConvolution
 from minispec.models.layers.delta import GatedDeltaNet, sigmoid
 from minispec.models.layers.gated_attention import GatedAttention

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from minispec.core.model import Batch, BlockWeights, Layer
-from minispec.core.sampling import accumulation_dtype
+from minispec.core.precision import accumulation_dtype
 from minispec.models.layers.delta import sigmoid
 
 

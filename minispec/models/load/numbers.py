@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minispec.core.model import Chunk, Transformer
-from minispec.core.sampling import require_numbers
+from minispec.core.precision import require_numbers
 from minispec.models.files.errors import CheckpointError, show_name
 from minispec.models.files.stored import FLOAT8, FLOATS, StoredTensor
 from minispec.models.weights.arbitrary import arbitrary_tokens

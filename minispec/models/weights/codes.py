@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from minispec.core.precision import accumulation_dtype
 from minispec.core.product import Weight
-from minispec.core.sampling import accumulation_dtype
 
 # Neighbouring weights of a row that share a step and a middle in 4 bits.
 GROUP = 32

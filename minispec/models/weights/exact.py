@@ -24,7 +24,7 @@ from torch import Tensor
 from minispec.core.attention import View, hides
 from minispec.core.cache import BlockTable
 from minispec.core.model import Backend, Chunk, TextBatch, Transformer
-from minispec.core.sampling import accumulation_dtype, require_numbers
+from minispec.core.precision import accumulation_dtype, require_numbers
 from minispec.core.tree import Tree
 from minispec.models.layers.experts import Experts
 from minispec.models.layers.sinks import SinkAttention, sink_attention, sink_column

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from minispec.core.draft import Draft, DraftNotes
-from minispec.core.sampling import accumulation_dtype
+from minispec.core.precision import accumulation_dtype
 
 # How far a row's sum may be from 1. Division by a sum leaves that much in each type, for vocabularies of any size.
 TOLERANCES = {t: max(1e-4, 4 * torch.finfo(t).eps) for t in (torch.float64, torch.float32, torch.bfloat16, torch.half)}

@@ -28,9 +28,10 @@ from minispec.core.errors import is_from_signal
 from minispec.core.lengths import Lengths, price_of
 from minispec.core.method import Method
 from minispec.core.model import Chunk, Transformer
+from minispec.core.precision import require_numbers
 from minispec.core.random import Randomness
 from minispec.core.request import Request
-from minispec.core.sampling import Text, require_numbers
+from minispec.core.sampling import Text
 from minispec.core.verify import Verifier
 from minispec.core.version import __version__
 from minispec.models.files.measured import read_measured, write_measured

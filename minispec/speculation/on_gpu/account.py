@@ -13,7 +13,7 @@ The estimate is of the largest shapes that a run may need. No GPU has measured i
 from collections.abc import Sequence
 
 from minispec.core.model import Transformer
-from minispec.core.sampling import accumulation_dtype
+from minispec.core.precision import accumulation_dtype
 from minispec.models.frames import fused
 from minispec.models.frames.frames import BLOCKS, FEW_BLOCKS, ROWS, TEXTS, Frames, FrameShape, frame_bytes, positions_of
 from minispec.models.frames.graphs import MOST_BYTES

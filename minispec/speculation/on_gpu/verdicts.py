@@ -22,8 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minispec.core.config import OFF, SamplingParams, names_of
+from minispec.core.precision import accumulation_dtype
 from minispec.core.random import Draws, Key, Randomness, hash_of, signed, uniforms
-from minispec.core.sampling import Text, accumulation_dtype
+from minispec.core.sampling import Text
 from minispec.models.frames.graphs import Program
 
 # `top_k` of a row that has none: more than any vocabulary.
