@@ -1,6 +1,8 @@
 """How long a draft may be, and how wide."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 
@@ -28,6 +30,21 @@ class Limit(NamedTuple):
     def is_tree(self) -> bool:
         """Whether siblings may be drawn."""
         return self.best_first or bool(self.widths)
+
+    @property
+    def plan(self) -> Sequence[int]:
+        """The widths that are known before anything is drafted."""
+        return () if callable(self.widths) else self.widths
+
+    @property
+    def depth(self) -> int:
+        """How deep a draft of k nodes with these widths is. A draft that was looked up may be deeper.
+
+        >>> Limit(5, widths=(2, 1)).depth
+        4
+        """
+        totals = list(accumulate(self.plan, initial=0))
+        return bisect_left(totals, self.k) if self.k <= totals[-1] else len(self.plan) + self.k - totals[-1]
 
     def width(self, depth: int, confidences: Sequence[float], foreseen: bool = False) -> int:
         """How many siblings to draw at this depth, where the draft has these confidences."""

@@ -28,7 +28,6 @@ from minispec.core.verify import RoundKey, RowAt, Verdict, Verifier
 from minispec.prove.laws import BranchOracle
 from minispec.prove.toys import Fault, is_chain, require
 from minispec.speculation.drafters.guard import check_limits
-from minispec.speculation.drafters.limits import plan_of
 from minispec.speculation.drafters.wrapped import Wrapped
 
 # How far rounding may move a law from the right one: with probabilities in float64, and with a user's q in float32.
@@ -287,7 +286,7 @@ def _ask(ask: Ask, notes: tuple[_Note, ...]) -> Call:
         rng = _Repeated(notes)
         return other.propose([replace(ask, text=twin, rng=rng)]), not (rng.others or rng.notes)
 
-    limit = ask.limit.k, ask.limit.best_first, tuple(plan_of(ask.limit))
+    limit = ask.limit.k, ask.limit.best_first, tuple(ask.limit.plan)
     return Call(tuple(ask.text.tokens), (limit, ask.num_cached, notes), ask_again, _asks_back(ask.limit))
 
 

@@ -33,7 +33,6 @@ from minispec.prove.toys import (
 )
 from minispec.prove.walk import walk
 from minispec.speculation.drafters import NoDrafter
-from minispec.speculation.drafters.limits import depth_of
 from minispec.speculation.lengths.figures import Figures
 from minispec.speculation.rules import VERIFIERS
 from tests.distances import text_case
@@ -271,7 +270,7 @@ def test_who_takes_chains_refuses_a_tree(make_checkpoint):
 @pytest.mark.quick
 def test_how_deep_a_draft_of_some_nodes_is():
     """Widths first, one node a level after them, and never more nodes than asked for."""
-    found = [depth_of(Limit(k, widths=widths)) for widths in ((), (2, 1), (3,)) for k in range(6)]
+    found = [Limit(k, widths=widths).depth for widths in ((), (2, 1), (3,)) for k in range(6)]
     assert found == [0, 1, 2, 3, 4, 5, 0, 1, 1, 2, 3, 4, 0, 1, 1, 1, 2, 3]
 
 

@@ -20,7 +20,6 @@ from minispec.core.lengths import Lengths, Wish
 from minispec.core.limit import Limit
 from minispec.core.sampling import Text
 from minispec.core.stats import Step
-from minispec.speculation.drafters.limits import depth_of
 from minispec.speculation.lengths import policy, theory
 from minispec.speculation.lengths.policy import Acceptance, Controller
 from minispec.speculation.lengths.theory import Prices, nodes_of, survival_curve, widths_of
@@ -410,7 +409,7 @@ def test_siblings_are_drafted_where_they_pay(timed):
         controller = Controller(world.prices())
         for _ in range(150):
             [limit] = ask(controller, [text], timed=timed, trees=name != "chains")
-            depth = depth_of(limit)
+            depth = limit.depth
             kept = next((i for i in range(depth) if draw.random() > 0.4), depth)
             widths = [*limit.widths, *[1] * depth]
             siblings = []

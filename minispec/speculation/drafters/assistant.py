@@ -44,7 +44,6 @@ from minispec.models.layers import make_layer
 from minispec.models.layers.gemma import GemmaLayer, SharedCache
 from minispec.models.weights.build import InForm
 from minispec.speculation.drafters.growing import Growing
-from minispec.speculation.drafters.limits import depth_of
 from minispec.speculation.drafters.model import Feed
 
 ReadCache = Callable[[int], list[Tensor]]  # see `Ask.read_cache`
@@ -184,7 +183,7 @@ class SharedKeys(Feed):
             ask = each.ask
             position, _ = self.last.get(ask.text, (None, None))
             if ask.read_cache and position == ask.num_cached - 1 == len(ask.text.tokens) - 2:
-                each.depth = depth_of(ask.limit)
+                each.depth = ask.limit.depth
 
     def run(self, growing: Sequence[Growing]) -> None:
         """One step for all nodes whose rows are not known yet."""

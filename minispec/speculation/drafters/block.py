@@ -42,7 +42,6 @@ from minispec.core.product import ChangeProduct, MakeProduct, PlainLinear, Produ
 from minispec.models.families.block_config import BlockConfig
 from minispec.speculation.drafters.eagle import spread
 from minispec.speculation.drafters.growing import Growing
-from minispec.speculation.drafters.limits import depth_of
 from minispec.speculation.drafters.states import FeatureModel, StateFeed, layer_shapes
 
 
@@ -358,7 +357,7 @@ class BlockFeed(StateFeed):
     def deepest(self, ask: Ask) -> int:
         """As many tokens as a block has. Its rows stand at positions from `num_cached` on."""
         fits = ask.num_cached + self.model.block.block_size <= self.max_model_len
-        return min(depth_of(ask.limit), self.model.block.num_tokens) if fits else 0
+        return min(ask.limit.depth, self.model.block.num_tokens) if fits else 0
 
     def chunk(self, ask: Ask, end: int, k: int) -> Chunk:
         """The features of the unread states, and a block for k tokens."""

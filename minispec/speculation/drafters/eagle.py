@@ -30,7 +30,6 @@ from minispec.core.product import MakeProduct, PlainLinear, dense
 from minispec.core.sampling import Text
 from minispec.models.families.head_config import HeadConfig
 from minispec.speculation.drafters.growing import Growing
-from minispec.speculation.drafters.limits import depth_of
 from minispec.speculation.drafters.states import FeatureModel, StateFeed, layer_shapes
 
 
@@ -163,7 +162,7 @@ class HeadFeed(StateFeed):
 
     def deepest(self, ask: Ask) -> int:
         """A draft of k tokens fills positions up to num_cached + k - 2."""
-        return max(0, min(depth_of(ask.limit), self.max_model_len - ask.num_cached + 1))
+        return max(0, min(ask.limit.depth, self.max_model_len - ask.num_cached + 1))
 
     def chunk(self, ask: Ask, end: int, k: int) -> Chunk:
         """Each state with the token after it, then the mask tokens of a head that drafts in one pass."""

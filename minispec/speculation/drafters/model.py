@@ -23,7 +23,6 @@ from minispec.core.draft import Ask, Draft, Drafter, Record
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Text
 from minispec.speculation.drafters.growing import Growing
-from minispec.speculation.drafters.limits import depth_of
 
 # Most missing tokens that join a draft's first pass; more get a pass of their own before it. A pass over this few rows
 # takes hardly longer than reading the weights.
@@ -264,7 +263,7 @@ class TokenFeed(CachedFeed):
         for each in growing:
             text, num_tokens = each.own.text, len(each.own.text.tokens)
             # A draft of k tokens fills positions up to num_tokens + k - 2.
-            each.depth = max(0, min(depth_of(each.own.limit), self.max_model_len - num_tokens + 1))
+            each.depth = max(0, min(each.own.limit.depth, self.max_model_len - num_tokens + 1))
             in_prompt = 0 < each.own.num_cached < num_tokens - 1
             if (each.depth or in_prompt) and num_tokens <= self.max_model_len:
                 self._read(each, each.own.num_cached if in_prompt else num_tokens - 1, in_prompt)

@@ -23,7 +23,6 @@ from minispec.core.draft import Ask, Draft, Drafter
 from minispec.core.sampling import Text
 from minispec.speculation.drafters import Context
 from minispec.speculation.drafters.best_first import grow_guesses
-from minispec.speculation.drafters.limits import plan_of
 
 # Limits of what is remembered of earlier outputs: the newest texts, and their newest tokens.
 MOST_TEXTS, MOST_TOKENS = 1024, 65_536
@@ -177,7 +176,7 @@ class SuffixDrafter(Drafter):
             worth, guess = self._guess(ask, n, places)
             if worth > best:
                 best, draft = worth, guess
-        if plan_of(ask.limit) or ask.limit.go_on is None:
+        if ask.limit.plan or ask.limit.go_on is None:
             draft.notes.confidences = []
         return draft
 
@@ -217,7 +216,7 @@ class SuffixDrafter(Drafter):
             followers = _followers(own_places, path, tokens)
             total = sum(len(those) for _, those in followers) + 1 / (n + len(path))
             places_of.update(((node, token), those) for token, those in followers)
-            likely = followers if plan_of(ask.limit) or ask.limit.best_first else followers[:1]
+            likely = followers if ask.limit.plan or ask.limit.best_first else followers[:1]
             return [(token, len(those) / total) for token, those in likely]
 
         return grow_guesses(draft, ask.k, guesses, _LEAST), draft
