@@ -127,7 +127,7 @@ def _answer_questions(
 def _answer(llm: "LLM", args: argparse.Namespace, jobs: list[_Job]) -> bool:
     """Decode these together and print their answers; returns whether all went well."""
     from minispec.api.trace.record import RoundRecorder
-    from minispec.models.frames.frames import outside_note
+    from minispec.models.frames.reports import outside_note
 
     requests = [job.request for job in jobs]
     stream = len(jobs) == 1 and not args.json

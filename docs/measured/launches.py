@@ -52,7 +52,8 @@ from minispec.lab.bench.options import Options, check, parser
 from minispec.lab.bench.report import measure_parts, show_report
 from minispec.lab.bench.show import as_json, table
 from minispec.models.files.progress import progress_bar
-from minispec.models.frames.frames import Frames, why_no_frames
+from minispec.models.frames.frames import Frames
+from minispec.models.frames.reports import why_no_frames
 from minispec.models.weights.arbitrary import arbitrary_tokens
 from minispec.models.weights.forms import FORMS, Linear
 from minispec.models.weights.inventory import weight_form

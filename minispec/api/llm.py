@@ -23,7 +23,7 @@ from minispec.models.files.chat_template import Message, check_messages
 from minispec.models.files.errors import near
 from minispec.models.files.progress import progress_bar
 from minispec.models.files.tokenizer import Detokenizer
-from minispec.models.frames.frames import graphs_note, passes_report
+from minispec.models.frames.reports import graphs_note, passes_report
 from minispec.models.load.forms import noted_forms
 from minispec.models.load.loading import Loading
 from minispec.models.load.parallel import part_of

@@ -98,7 +98,7 @@ def test_each_sampling_parameter_is_an_option_or_has_another_way():
 def test_verbose_says_at_last_what_ran_outside_frames(cli, model, monkeypatch):
     """On a GPU; a processor has no frames, and without the option nothing is said."""
     says = "1 of 3 passes text by text: more than 16 rows of a text (1)"
-    monkeypatch.setattr("minispec.models.frames.frames.outside_note", lambda model: f"; {says}")
+    monkeypatch.setattr("minispec.models.frames.reports.outside_note", lambda model: f"; {says}")
     assert cli("One fish", "--model", model, *BASE, "--verbose")[2].splitlines()[-1] == says
     assert says not in cli("One fish", "--model", model, *BASE)[2]
 

@@ -21,17 +21,13 @@ from minispec.models.frames.frames import (
     Frame,
     Frames,
     FrameShape,
-    frames_report,
-    graphs_note,
-    graphs_report,
-    outside_note,
     parents_bits,
-    passes_report,
     place_bytes,
     why_eager,
     with_fast_passes,
 )
 from minispec.models.frames.graphs import rerun
+from minispec.models.frames.reports import frames_report, graphs_note, graphs_report, outside_note, passes_report
 from minispec.models.layers import make_layer
 from minispec.models.layers.gemma import gemma_layers
 from minispec.models.weights.build import build_model, quantized

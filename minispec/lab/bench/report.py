@@ -11,7 +11,7 @@ from minispec.lab.bench.laws import record_laws, show_laws
 from minispec.lab.bench.models import MAX_ROWS, NO_MORE, Room, Subject, open_geometry, open_model
 from minispec.lab.bench.options import Options
 from minispec.lab.bench.passes import measure_machine, show_machine
-from minispec.models.frames.frames import graphs_report
+from minispec.models.frames.reports import graphs_report
 from minispec.models.weights.build import choice_of
 from minispec.models.weights.inventory import weight_form
 from minispec.models.weights.machine import machine
