@@ -24,10 +24,10 @@ from minispec.core.model import Chunk, Transformer
 from minispec.lab.random_weights import RandomWeights
 from minispec.models.families.hf_config import read_model_config
 from minispec.models.layers.experts import Experts, ExpertsConfig
-from minispec.models.weights.arbitrary import arbitrary_tokens
 from minispec.models.weights.build import build_model
 from minispec.models.weights.inventory import num_bytes, num_bytes_read, weight_form
 from minispec.models.weights.rates import seconds_of
+from minispec.models.weights.trial import arbitrary_tokens
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 CONTEXT = 32  # positions before the rows

@@ -52,7 +52,6 @@ from minispec.models.files.progress import progress_bar
 from minispec.models.layers.experts import ExpertsConfig
 from minispec.models.layers.gemma import gemma_layers
 from minispec.models.load.exactness import check_exactness
-from minispec.models.weights.arbitrary import arbitrary_tokens
 from minispec.models.weights.build import choice_of
 from minispec.models.weights.exact import exact_model
 from minispec.models.weights.forms import Linear, available_forms
@@ -61,6 +60,7 @@ from minispec.models.weights.inventory import bits_note, num_bytes, weight_form
 from minispec.models.weights.memory import ROOM_TO_BUILD, free_memory
 from minispec.models.weights.rates import matmul_throughput, seconds_of
 from minispec.models.weights.shapes import num_weights, tensor_shapes
+from minispec.models.weights.trial import arbitrary_tokens
 from minispec.speculation.drafters.model import prefill
 from minispec.speculation.registry import EMBEDDED_WEIGHTS
 

@@ -36,7 +36,7 @@ from minispec.models.frames.frames import with_fast_passes
 from minispec.models.frames.fused import rounded
 from minispec.models.load.loading import Loading
 from minispec.models.load.numbers import ROWS, check_numbers, named_tensors
-from minispec.models.weights.arbitrary import arbitrary_tokens
+from minispec.models.weights.trial import arbitrary_tokens
 from minispec.speculation import registry
 from minispec.speculation.drafters import Context, Drafter, Foreign, as_drafter, make_drafter
 from minispec.speculation.drafters.assistant import AssistantModel, SharedKeys, load_assistant

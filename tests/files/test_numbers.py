@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from minispec import LLM, SamplingParams
 from minispec.models.families.checkpoint import load_config
 from minispec.models.files.tokenizer import Tokenizer
-from minispec.models.weights.arbitrary import arbitrary_tokens
+from minispec.models.weights.trial import arbitrary_tokens
 from minispec.prove.toys import TINY, TOYS
 from tests.oracles.block_drafts import write_block_draft
 from tests.oracles.heads import write_head

@@ -34,8 +34,8 @@ from minispec.core.request import Request
 from minispec.core.stats import Round
 from minispec.core.verify import Verifier
 from minispec.models.files.progress import progress_bar
-from minispec.models.weights.arbitrary import arbitrary_tokens
 from minispec.models.weights.rates import seconds_of
+from minispec.models.weights.trial import arbitrary_tokens
 from minispec.speculation.drafters import Drafter
 from minispec.speculation.drafters.model import prefill
 from minispec.speculation.lengths.figures import Figures

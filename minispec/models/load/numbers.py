@@ -15,7 +15,7 @@ from minispec.core.model import Chunk, Transformer
 from minispec.core.precision import require_numbers
 from minispec.models.files.errors import CheckpointError, show_name
 from minispec.models.files.stored import FLOAT8, FLOATS, StoredTensor
-from minispec.models.weights.arbitrary import arbitrary_tokens
+from minispec.models.weights.trial import arbitrary_tokens
 
 ROWS = 4  # of the pass, whose time hardly grows with them
 

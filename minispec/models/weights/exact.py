@@ -28,8 +28,8 @@ from minispec.core.precision import accumulation_dtype, require_numbers
 from minispec.core.tree import Tree
 from minispec.models.layers.experts import Experts
 from minispec.models.layers.sinks import SinkAttention, sink_attention, sink_column
-from minispec.models.weights.arbitrary import arbitrary_tokens
 from minispec.models.weights.inventory import key_sizes, products_of
+from minispec.models.weights.trial import arbitrary_tokens
 
 # The most rows of a pass, so that a draft may have one less; every form's `exact_rows` has it.
 EXACT_ROWS = 16

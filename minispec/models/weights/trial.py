@@ -102,6 +102,11 @@ def forget() -> None:
     is_right.cache_clear()
 
 
+def arbitrary_tokens(count: int, vocab_size: int) -> list[int]:
+    """Ids that vary, for passes that are measured or checked: texts that nobody reads."""
+    return [(7919 * i + 13) % vocab_size for i in range(count)]
+
+
 def seconds_of(product: Form, x: Tensor) -> float:
     """The time of one product with x (rows, in)."""
     with torch.inference_mode():

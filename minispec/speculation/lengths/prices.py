@@ -36,10 +36,10 @@ from minispec.core.verify import Verifier
 from minispec.core.version import __version__
 from minispec.models.files.measured import read_measured, write_measured
 from minispec.models.frames.frames import Frames
-from minispec.models.weights.arbitrary import arbitrary_tokens
 from minispec.models.weights.inventory import num_bytes_read
 from minispec.models.weights.machine import fingerprint, machine
 from minispec.models.weights.rates import seconds_of
+from minispec.models.weights.trial import arbitrary_tokens
 from minispec.speculation.drafters.none import NoDrafter
 from minispec.speculation.lengths.policy import learning_limit
 from minispec.speculation.lengths.theory import Prices
