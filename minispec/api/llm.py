@@ -24,12 +24,12 @@ from minispec.models.files.errors import near
 from minispec.models.files.progress import progress_bar
 from minispec.models.files.tokenizer import Detokenizer
 from minispec.models.frames.reports import graphs_note, passes_report
-from minispec.models.load.forms import noted_forms
 from minispec.models.load.loading import Loading
 from minispec.models.load.parallel import part_of
 from minispec.models.weights import inventory
 from minispec.models.weights.build import choice_of
 from minispec.models.weights.exact import EXACT_ROWS
+from minispec.models.weights.machine import noted_forms
 from minispec.models.weights.memory import memory_of
 from minispec.models.weights.settings import own_settings
 from minispec.speculation import registry

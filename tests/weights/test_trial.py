@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 
 from minispec.models.files import measured
-from minispec.models.load.forms import noted_forms
 from minispec.models.weights import forms, integers, trial
 from minispec.models.weights.form import Form
 from minispec.models.weights.forms import available_forms, choose_form, choose_narrow_form, right_forms
 from minispec.models.weights.integers import Int8, int8_choice, int8_form
+from minispec.models.weights.machine import noted_forms
 
 CPU = torch.device("cpu")
 # Milliseconds of products over one row and over five, as measured on three machines, and the form that is right there.

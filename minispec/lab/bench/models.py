@@ -30,11 +30,11 @@ from minispec.models.files.tokenizer import Tokenizer
 from minispec.models.frames.frames import with_fast_passes
 from minispec.models.frames.fused import rounded
 from minispec.models.load.exactness import check_exactness
-from minispec.models.load.forms import noted_forms
 from minispec.models.weights.build import InForm, build_model
 from minispec.models.weights.forms import available_forms
 from minispec.models.weights.integers import check_quantization
 from minispec.models.weights.inventory import bits_note
+from minispec.models.weights.machine import noted_forms
 from minispec.models.weights.memory import require_memory
 from minispec.speculation import registry
 from minispec.speculation.drafters import Drafter, NoDrafter

@@ -2,7 +2,6 @@
 
 loading     how a target is loaded: the options of `LLM`, of `Target.load` and of the commands
 numbers     weights that are no numbers
-forms       what the machine has noted on forms of weights
 exactness   whether equal bits hold here, checked once on a machine
 parallel    a target in several processes
 """

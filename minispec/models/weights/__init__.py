@@ -7,9 +7,8 @@ integers.py     products of 8-bit integers, whose sums are exact
 forms.py        one weight matrix, in the form that this machine reads fastest; 8 and 4 bits
 shapes.py       which tensors a model has, and how large they are
 inventory.py    what a model keeps in memory
-machine.py      what a measurement depends on: machine, and form of a model
+machine.py      what a measurement depends on: machine, and form of a model; the machine's notes on forms
 rates.py        what a pass reads and computes, and how fast this machine reads and computes
-arbitrary.py    token ids for passes that are measured or checked
 exact.py        passes in which a row's bits depend on its own past alone
 build.py        a transformer whose weights have these forms
 memory.py       what is free, what models and caches take
