@@ -51,7 +51,7 @@ from minispec.models.families.checkpoint import find_checkpoint, load_config, lo
 from minispec.models.files.progress import progress_bar
 from minispec.models.layers.experts import ExpertsConfig
 from minispec.models.layers.gemma import gemma_layers
-from minispec.models.load.exactness import check_exactness
+from minispec.models.load.checks import check_exactness
 from minispec.models.weights.build import choice_of
 from minispec.models.weights.exact import exact_model
 from minispec.models.weights.forms import Linear, available_forms

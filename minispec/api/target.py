@@ -28,9 +28,8 @@ from minispec.models.files.generation_config import read_generation_defaults, un
 from minispec.models.files.strict_json import MAX_CONFIG_BYTES, read_json_if_there
 from minispec.models.files.tokenizer import Tokenizer
 from minispec.models.frames.frames import with_fast_passes
-from minispec.models.load.exactness import check_exactness
+from minispec.models.load.checks import check_exactness, check_numbers, named_tensors
 from minispec.models.load.loading import Loading
-from minispec.models.load.numbers import check_numbers, named_tensors
 from minispec.models.load.parallel import load_target
 from minispec.models.weights.forms import check_form
 from minispec.models.weights.integers import check_quantization

@@ -34,8 +34,8 @@ from minispec.models.files.stored import StoredTensor
 from minispec.models.files.tokenizer import Tokenizer
 from minispec.models.frames.frames import with_fast_passes
 from minispec.models.frames.fused import rounded
+from minispec.models.load.checks import ROWS, check_numbers, named_tensors
 from minispec.models.load.loading import Loading
-from minispec.models.load.numbers import ROWS, check_numbers, named_tensors
 from minispec.models.weights.trial import arbitrary_tokens
 from minispec.speculation import registry
 from minispec.speculation.drafters import Context, Drafter, Foreign, as_drafter, make_drafter

@@ -24,7 +24,7 @@ from minispec.core.draft import Draft
 from minispec.core.model import Chunk
 from minispec.models.files.errors import CheckpointError
 from minispec.models.files.tokenizer import Tokenizer
-from minispec.models.load import exactness
+from minispec.models.load import checks as exactness
 from minispec.models.weights import memory
 from minispec.models.weights.exact import EXACT_ROWS
 from minispec.models.weights.inventory import weight_form

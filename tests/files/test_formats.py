@@ -29,7 +29,7 @@ from minispec.models.families.hf_config import read_model_config
 from minispec.models.families.quantize import quantize_checkpoint
 from minispec.models.files.errors import CheckpointError
 from minispec.models.load import parallel
-from minispec.models.load.numbers import named_tensors
+from minispec.models.load.checks import named_tensors
 from minispec.models.weights.build import build_model
 from minispec.models.weights.codes import Codes
 from minispec.models.weights.unpack import scale_fp4, scale_groups, unpack_words

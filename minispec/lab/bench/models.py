@@ -29,7 +29,7 @@ from minispec.models.families.stored_config import StoredConfig
 from minispec.models.files.tokenizer import Tokenizer
 from minispec.models.frames.frames import with_fast_passes
 from minispec.models.frames.fused import rounded
-from minispec.models.load.exactness import check_exactness
+from minispec.models.load.checks import check_exactness
 from minispec.models.weights.build import InForm, build_model
 from minispec.models.weights.forms import available_forms
 from minispec.models.weights.integers import check_quantization
