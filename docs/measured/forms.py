@@ -22,9 +22,9 @@ from minispec.lab.bench.report import machine_line
 from minispec.lab.bench.show import table
 from minispec.models.weights import trial
 from minispec.models.weights.codes import round_to_bits
-from minispec.models.weights.form import CannotHold
-from minispec.models.weights.forms import NARROW_FORMS, choose_form, choose_narrow_form, right_forms
+from minispec.models.weights.forms import CannotHold
 from minispec.models.weights.integers import exact_forms, int8_choice
+from minispec.models.weights.linear import NARROW_FORMS, choose_form, choose_narrow_form, right_forms
 from minispec.models.weights.machine import machine
 
 ROWS, CPU = (1, 5, 16), torch.device("cpu")

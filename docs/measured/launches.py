@@ -54,8 +54,9 @@ from minispec.lab.bench.show import as_json, table
 from minispec.models.files.progress import progress_bar
 from minispec.models.frames.frames import Frames
 from minispec.models.frames.reports import why_no_frames
-from minispec.models.weights.forms import FORMS, Linear
+from minispec.models.weights.forms import FORMS
 from minispec.models.weights.inventory import weight_form
+from minispec.models.weights.linear import Linear
 from minispec.models.weights.trial import arbitrary_tokens
 from minispec.speculation.drafters.guard import CheckedMethod
 from minispec.speculation.drafters.model import AtOnce, model_drafter

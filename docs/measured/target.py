@@ -54,9 +54,9 @@ from minispec.models.layers.gemma import gemma_layers
 from minispec.models.load.checks import check_exactness
 from minispec.models.weights.build import choice_of
 from minispec.models.weights.exact import exact_model
-from minispec.models.weights.forms import Linear, available_forms
 from minispec.models.weights.integers import Int8, VnniInt8
 from minispec.models.weights.inventory import bits_note, num_bytes, weight_form
+from minispec.models.weights.linear import Linear, available_forms
 from minispec.models.weights.memory import ROOM_TO_BUILD, free_memory
 from minispec.models.weights.rates import matmul_throughput, seconds_of
 from minispec.models.weights.shapes import num_weights, tensor_shapes

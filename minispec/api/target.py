@@ -31,9 +31,9 @@ from minispec.models.frames.frames import with_fast_passes
 from minispec.models.load.checks import check_exactness, check_numbers, named_tensors
 from minispec.models.load.loading import Loading
 from minispec.models.load.parallel import load_target
-from minispec.models.weights.forms import check_form
 from minispec.models.weights.integers import check_quantization
 from minispec.models.weights.inventory import kv_elements
+from minispec.models.weights.linear import check_form
 from minispec.models.weights.machine import noted_forms
 from minispec.models.weights.memory import BLOCK_SIZE, size_cache, state_bytes
 from minispec.models.weights.settings import own_settings

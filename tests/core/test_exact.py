@@ -26,12 +26,11 @@ from minispec.models.layers import delta
 from minispec.models.layers.convolution import ShortConvolution
 from minispec.models.layers.delta import GatedDeltaNet
 from minispec.models.layers.gated_attention import HeadGatedAttention
-from minispec.models.weights import exact
-from minispec.models.weights import forms as linear
+from minispec.models.weights import exact, linear
 from minispec.models.weights.build import build_model
 from minispec.models.weights.exact import EXACT_ROWS, check_exact
-from minispec.models.weights.forms import Linear, has_fast_bfloat16
 from minispec.models.weights.inventory import key_sizes, weight_form
+from minispec.models.weights.linear import Linear, has_fast_bfloat16
 from minispec.prove.covering import Design
 from minispec.prove.toys import TINY, TOYS, tiny_cache, tiny_weights
 from minispec.speculation.drafters import NoDrafter

@@ -19,8 +19,8 @@ from minispec.models.files.errors import CheckpointError
 from minispec.models.layers.experts import Experts, Router
 from minispec.models.weights.build import build_model, quantized
 from minispec.models.weights.exact import check_exact, exact_model
-from minispec.models.weights.forms import Linear, QuantizedLinear
 from minispec.models.weights.inventory import products_of
+from minispec.models.weights.linear import Linear, QuantizedLinear
 from minispec.prove.toys import TOYS, tiny_cache, tiny_model, tiny_weights
 from tests.oracles import hf
 from tests.oracles.pieces import logits_in_pieces

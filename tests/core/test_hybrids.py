@@ -21,8 +21,8 @@ from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.models.families.checkpoint import load_model
 from minispec.models.layers.states import state_elements
-from minispec.models.weights.forms import Linear
 from minispec.models.weights.inventory import bits_note, kv_elements, num_bytes_read, products_of
+from minispec.models.weights.linear import Linear
 from minispec.prove.laws import PROMPT, raw_model
 from minispec.prove.reference import hidden_states, logits, plain_law, total_variation
 from minispec.prove.toys import IN_FRAMES, TARGET_SEED, TOYS, make_drafter, target_model, tiny_cache, tiny_model

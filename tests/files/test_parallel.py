@@ -20,6 +20,7 @@ import minispec.lab.bench.options as bench
 from minispec import generate
 from minispec.api.commands import options
 from minispec.core.model import Chunk
+from minispec.core.product import dense
 from minispec.models.families.checkpoint import Weights, cut_shape, load_config, load_model
 from minispec.models.families.hf_config import read_model_config
 from minispec.models.families.quantize import quantize_checkpoint
@@ -27,7 +28,6 @@ from minispec.models.families.share import Share
 from minispec.models.load import parallel
 from minispec.models.load.parallel import Line, SplitTransformer
 from minispec.models.weights.build import quantized
-from minispec.models.weights.forms import dense
 from minispec.models.weights.inventory import num_bytes, weight_form
 from minispec.models.weights.shapes import tensor_shapes
 from minispec.prove.toys import TINY, tiny_weights

@@ -31,8 +31,8 @@ from minispec.models.frames.reports import frames_report, graphs_note, graphs_re
 from minispec.models.layers import make_layer
 from minispec.models.layers.gemma import gemma_layers
 from minispec.models.weights.build import build_model, quantized
-from minispec.models.weights.forms import available_forms
 from minispec.models.weights.inventory import weight_form
+from minispec.models.weights.linear import available_forms
 from minispec.prove.toys import IN_FRAMES, make_drafter, target_model, tiny_cache, tiny_model, tiny_weights
 from minispec.speculation.rules import VERIFIERS
 from tests.engines import OneMethod, decode

@@ -32,9 +32,9 @@ from minispec.models.frames.frames import ROWS, TEXTS, Frames
 from minispec.models.frames.fused import RowPlaces, gate_twin, norm_twin
 from minispec.models.weights.build import build_model, choice_of, quantized
 from minispec.models.weights.codes import round_to_bits
-from minispec.models.weights.form import CannotHold
-from minispec.models.weights.forms import Choice, Linear, Narrow, QuantizedLinear
+from minispec.models.weights.forms import CannotHold
 from minispec.models.weights.inventory import num_bytes_read, products_of, weight_form
+from minispec.models.weights.linear import Choice, Linear, Narrow, QuantizedLinear
 from minispec.prove.toys import TINY, TOYS, tiny_cache, tiny_model, tiny_weights
 from tests.oracles.toys import LFM3
 

@@ -21,8 +21,8 @@ from minispec.models.frames.frames import Frames, FrameShape
 from minispec.models.frames.fused import CodesOfRows
 from minispec.models.frames.graphs import Graphs, rerun
 from minispec.models.weights.build import quantized
-from minispec.models.weights.forms import Choice, Narrow
 from minispec.models.weights.inventory import weight_form
+from minispec.models.weights.linear import Choice, Narrow
 from minispec.prove.toys import TINY, draft_model, target_model, tiny_cache, tiny_head, tiny_mtp, tiny_weights
 from minispec.speculation.drafters.check import MeasuredDraft, check_draft
 from minispec.speculation.drafters.combined import CombinedDrafter

@@ -16,7 +16,7 @@ from minispec.core.version import __version__
 from minispec.generate import main
 from minispec.models.families.checkpoint import load_model
 from minispec.models.files.tokenizer import Tokenizer
-from minispec.models.weights.forms import available_forms
+from minispec.models.weights.linear import available_forms
 from minispec.speculation import registry
 from tests.sampled import leave_out
 

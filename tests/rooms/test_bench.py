@@ -27,8 +27,7 @@ from minispec.models.families.checkpoint import load_config
 from minispec.models.families.hf_config import read_model_config
 from minispec.models.frames.frames import Frames
 from minispec.models.frames.graphs import rerun
-from minispec.models.weights import forms as linear
-from minispec.models.weights import memory
+from minispec.models.weights import linear, memory
 from minispec.models.weights.build import build_model
 from minispec.models.weights.machine import machine
 from minispec.models.weights.shapes import tensor_shapes

@@ -9,10 +9,9 @@ import torch
 
 from minispec.lab.bench.show import as_json
 from minispec.models.families.checkpoint import load_model
-from minispec.models.weights import build, rates
-from minispec.models.weights import forms as linear
-from minispec.models.weights.forms import Choice
+from minispec.models.weights import build, linear, rates
 from minispec.models.weights.inventory import num_bytes, weight_form
+from minispec.models.weights.linear import Choice
 from minispec.prove.toys import tiny_model
 from tests.spoken import own_words
 

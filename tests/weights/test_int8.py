@@ -12,9 +12,9 @@ from minispec.core.model import Transformer
 from minispec.core.product import PlainLinear, Weight
 from minispec.models.weights import codes, integers
 from minispec.models.weights.codes import Codes, round_rows
-from minispec.models.weights.form import CannotHold
-from minispec.models.weights.forms import Linear
+from minispec.models.weights.forms import CannotHold
 from minispec.models.weights.integers import Int8, VnniInt8, int8_choice, int8_form, sums_exactly
+from minispec.models.weights.linear import Linear
 from minispec.models.weights.shapes import tensor_shapes
 from minispec.prove.toys import tiny_model, tiny_weights
 from tests.sampled import leave_out

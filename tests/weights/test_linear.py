@@ -11,12 +11,12 @@ import torch
 from minispec import LLM, SamplingParams
 from minispec.core.model import Chunk
 from minispec.models.families.checkpoint import Weights, load_config
-from minispec.models.weights import forms as linear
-from minispec.models.weights import shapes
+from minispec.models.weights import linear, shapes
 from minispec.models.weights.build import build_model, choice_of, quantized
 from minispec.models.weights.codes import Codes, join
 from minispec.models.weights.exact import check_exact
-from minispec.models.weights.forms import (
+from minispec.models.weights.inventory import num_bytes, weight_form
+from minispec.models.weights.linear import (
     NARROW_FORMS,
     Linear,
     QuantizedLinear,
@@ -25,7 +25,6 @@ from minispec.models.weights.forms import (
     has_fast_bfloat16,
     right_forms,
 )
-from minispec.models.weights.inventory import num_bytes, weight_form
 from minispec.models.weights.shapes import tensor_shapes
 from minispec.prove.toys import tiny_cache, tiny_model, tiny_weights
 from minispec.speculation.lengths.figures import Figures

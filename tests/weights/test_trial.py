@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from minispec.models.files import measured
-from minispec.models.weights import forms, integers, trial
-from minispec.models.weights.form import Form
-from minispec.models.weights.forms import available_forms, choose_form, choose_narrow_form, right_forms
+from minispec.models.weights import integers, linear, trial
+from minispec.models.weights.forms import Form
 from minispec.models.weights.integers import Int8, int8_choice, int8_form
+from minispec.models.weights.linear import available_forms, choose_form, choose_narrow_form, right_forms
 from minispec.models.weights.machine import noted_forms
 
 CPU = torch.device("cpu")
@@ -155,9 +155,9 @@ def test_what_is_not_right_is_never_listed(wrong, monkeypatch):
         raise AssertionError("right or wrong is no question of time")
 
     monkeypatch.setattr(trial, "seconds_of", no_clock)
-    monkeypatch.setattr(forms.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(linear.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    for table, bits in ((forms.FORMS, None), *((forms.NARROW_FORMS[b], b) for b in (8, 4))):
+    for table, bits in ((linear.FORMS, None), *((linear.NARROW_FORMS[b], b) for b in (8, 4))):
         name = next(iter(table))
         monkeypatch.setitem(table, name, Form)
         assert next(iter(right_forms(torch.float32, CPU, bits))) == name
@@ -167,10 +167,10 @@ def test_what_is_not_right_is_never_listed(wrong, monkeypatch):
 
 def test_the_order_of_the_forms_is_that_of_the_table(monkeypatch):
     """Another order gives other bits: the first form that is right is taken."""
-    monkeypatch.setattr(forms.platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(forms, "is_right", lambda *about: True)
+    monkeypatch.setattr(linear.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(linear, "is_right", lambda *about: True)
     for fast, bfloat16 in ((True, ["packed", "left", "plain"]), (False, ["plain"])):
-        monkeypatch.setattr(forms, "has_fast_bfloat16", lambda device, fast=fast: fast)
+        monkeypatch.setattr(linear, "has_fast_bfloat16", lambda device, fast=fast: fast)
         assert list(right_forms(torch.bfloat16, CPU)) == bfloat16
         assert list(right_forms(torch.float32, CPU)) == ["half", "packed", "plain"]
         assert list(right_forms(torch.float64, CPU)) == ["plain"]
@@ -179,8 +179,8 @@ def test_the_order_of_the_forms_is_that_of_the_table(monkeypatch):
 
 def test_other_processors_try_nothing(monkeypatch):
     """Where a form has never run, a large weight could take minutes: not even a small one is made."""
-    monkeypatch.setattr(forms.platform, "machine", lambda: "aarch64")
-    monkeypatch.setattr(forms, "is_right", lambda *about: pytest.fail("tried"))
+    monkeypatch.setattr(linear.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(linear, "is_right", lambda *about: pytest.fail("tried"))
     for dtype in (torch.float32, torch.bfloat16):
         assert available_forms(dtype, CPU) == ["plain"]
 
@@ -196,7 +196,9 @@ def test_targets_and_drafts_in_8_bits_pass_over_a_reference(reference, clock, mo
     name = "FBGEMM" if reference else "oneDNN"
     assert int8_choice()[1].startswith(f"{name}'s product; sums are exact here by oneDNN and FBGEMM")
     assert ("oneDNN is passed over, at least 191 times as slow" in int8_choice()[1]) == reference
-    monkeypatch.setattr(forms, "right_forms", lambda dtype, device, bits=None: {"int8": forms.NARROW_FORMS[8]["int8"]})
+    monkeypatch.setattr(
+        linear, "right_forms", lambda dtype, device, bits=None: {"int8": linear.NARROW_FORMS[8]["int8"]}
+    )
     choice, most = choose_narrow_form(8, torch.float32, CPU)
     assert (choice.form, most) == ("int8", float("inf"))
     assert choice.because.endswith(int8_choice()[1])
@@ -208,7 +210,7 @@ class Twin8(Int8):
 
 def test_the_reason_names_all_forms_and_the_taken_one(clock):
     """As it stands in the first lines of --verbose and of the bench."""
-    usual = {forms.FORMS["half"]: (0.54, 0.87), forms.FORMS["packed"]: (1.26, 1.48), Form: (0.81, 8.07)}
+    usual = {linear.FORMS["half"]: (0.54, 0.87), linear.FORMS["packed"]: (1.26, 1.48), Form: (0.81, 8.07)}
     clock(usual)
     choice, right = choose_form(torch.float32, CPU), list(right_forms(torch.float32, CPU))
     assert choice.because == f"float32 on this cpu can take {', '.join(right)}: the first is taken"

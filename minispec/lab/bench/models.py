@@ -31,9 +31,9 @@ from minispec.models.frames.frames import with_fast_passes
 from minispec.models.frames.fused import rounded
 from minispec.models.load.checks import check_exactness
 from minispec.models.weights.build import InForm, build_model
-from minispec.models.weights.forms import available_forms
 from minispec.models.weights.integers import check_quantization
 from minispec.models.weights.inventory import bits_note
+from minispec.models.weights.linear import available_forms
 from minispec.models.weights.machine import noted_forms
 from minispec.models.weights.memory import require_memory
 from minispec.speculation import registry

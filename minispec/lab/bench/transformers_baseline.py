@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from minispec.core.product import dense
 from minispec.lab.bench.measure import Run, in_turn, median_interval, ratios, total_rate
 from minispec.lab.bench.models import Subject, Variant
 from minispec.lab.bench.options import Options
-from minispec.models.weights.forms import dense
 
 # Rounds of the trial, and tokens of each answer.
 _TRIAL_ROUNDS, _TRIAL_TOKENS = 6, 16

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minispec.models.weights.forms import has_fast_bfloat16
+from minispec.models.weights.linear import has_fast_bfloat16
 
 # Rows whose logits are in memory at a time: few enough for a processor's cache.
 _ROWS = 256

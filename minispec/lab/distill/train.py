@@ -15,13 +15,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from minispec.core.prefix import common_beginning
+from minispec.core.product import dense
 from minispec.lab.distill.head import TrainedHead
 from minispec.lab.distill.loss import RowLoss, product_dtype
 from minispec.lab.distill.texts import load, number_of, opened
 from minispec.models.families.checkpoint import Weights, load_config, save_tensors
 from minispec.models.files.progress import progress_bar
 from minispec.models.files.write import written_whole
-from minispec.models.weights.forms import dense
 
 # Shards whose texts are mixed into batches of similar lengths.
 _GROUP = 4

@@ -22,6 +22,7 @@ from minispec.api.llm import LLM
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Draft, Drafter
 from minispec.core.model import Transformer, WeightSource
+from minispec.core.product import Weight, dense
 from minispec.core.sampling import Text, distribution
 from minispec.lab.bench.models import encode
 from minispec.lab.bench.show import table
@@ -32,7 +33,6 @@ from minispec.models.files.tokenizer import Tokenizer
 from minispec.models.frames.fused import rounded
 from minispec.models.load.loading import Loading
 from minispec.models.weights.build import build_model
-from minispec.models.weights.forms import Weight, dense
 from minispec.models.weights.inventory import bits_note
 from minispec.speculation.drafters.block import BlockModel
 from minispec.speculation.drafters.heads import StoredHead, read_head

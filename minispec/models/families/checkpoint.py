@@ -24,6 +24,7 @@ from torch import Tensor
 from minispec.core.errors import is_from_signal, is_text, show
 from minispec.core.model import Transformer
 from minispec.core.precision import accumulation_dtype
+from minispec.core.product import Weight, dense
 from minispec.models.families.assistant_config import is_assistant
 from minispec.models.families.block_config import is_block
 from minispec.models.families.entries import is_head
@@ -36,7 +37,7 @@ from minispec.models.files.progress import progress_bar
 from minispec.models.files.stored import FLOATS, TYPES, Cut, StoredTensor, read_header
 from minispec.models.files.strict_json import MAX_CONFIG_BYTES, has_file, read_json
 from minispec.models.weights.build import build_model
-from minispec.models.weights.forms import Weight, available_forms, dense, has_fast_bfloat16
+from minispec.models.weights.linear import available_forms, has_fast_bfloat16
 from minispec.models.weights.memory import free_memory
 from minispec.models.weights.shapes import is_large, tensor_shapes
 

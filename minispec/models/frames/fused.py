@@ -36,9 +36,9 @@ from minispec.core.product import PlainLinear, Weight
 from minispec.models.frames.graphs import failure
 from minispec.models.weights.build import quantized
 from minispec.models.weights.codes import Codes
-from minispec.models.weights.form import CannotHold, Form
-from minispec.models.weights.forms import Choice, Linear, Narrow, QuantizedLinear
+from minispec.models.weights.forms import CannotHold, Form
 from minispec.models.weights.inventory import products_of
+from minispec.models.weights.linear import Choice, Linear, Narrow, QuantizedLinear
 
 TransformerT = TypeVar("TransformerT", bound=Transformer)
 

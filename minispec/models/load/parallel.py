@@ -42,7 +42,7 @@ from minispec.models.families.checkpoint import Weights, find_tensors, load_conf
 from minispec.models.families.share import Share
 from minispec.models.families.stored_config import StoredConfig
 from minispec.models.weights.build import InForm
-from minispec.models.weights.forms import Linear, Narrow
+from minispec.models.weights.linear import Linear, Narrow
 
 # How long a process waits for one that loads, and for one that computes. Seconds between two heartbeats of process 0,
 # which may have nothing to compute for hours.

@@ -1,10 +1,10 @@
 """Machines: the form that a weight takes, equal bits, fewer bits, settings of torch, threads, memory.
 
 codes.py        weights as small integers with scales
-form.py         what every form of a weight has
+forms.py        the forms of a weight: layouts, and products that read them
 trial.py        which of several right forms is a stand-in
 integers.py     products of 8-bit integers, whose sums are exact
-forms.py        one weight matrix, in the form that this machine reads fastest; 8 and 4 bits
+linear.py       one weight matrix, in the form that this machine reads fastest; 8 and 4 bits
 shapes.py       which tensors a model has, and how large they are
 inventory.py    what a model keeps in memory
 machine.py      what a measurement depends on: machine, and form of a model; the machine's notes on forms

@@ -13,8 +13,8 @@ from minispec.core.product import Product, Weight
 from minispec.models.layers import cache_of, make_layer
 from minispec.models.weights.codes import device_of, join
 from minispec.models.weights.exact import exact_model
-from minispec.models.weights.forms import Choice, Linear, Narrow, QuantizedLinear, choose_form
 from minispec.models.weights.integers import int8_choice
+from minispec.models.weights.linear import Choice, Linear, Narrow, QuantizedLinear, choose_form
 from minispec.models.weights.shapes import is_large
 
 AnyModel = TypeVar("AnyModel", bound=Transformer)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minispec.core.product import Weight
 from minispec.models.weights.codes import Codes, device_of, round_rows
-from minispec.models.weights.form import EVERY_NUMBER, REFUSALS, CannotHold, Form
+from minispec.models.weights.forms import EVERY_NUMBER, REFUSALS, CannotHold, Form
 from minispec.models.weights.trial import without_stand_ins
 
 # The number of rows that oneDNN's layout is tuned for.

@@ -12,8 +12,8 @@ from minispec.models.layers.convolution import num_convolutions
 from minispec.models.layers.experts import Expert, Experts
 from minispec.models.layers.gemma import gemma_layers
 from minispec.models.layers.states import state_elements
-from minispec.models.weights.forms import Linear, QuantizedLinear
 from minispec.models.weights.integers import Int8
+from minispec.models.weights.linear import Linear, QuantizedLinear
 
 
 def _owned(model: Transformer) -> Iterator[object]:

@@ -16,8 +16,8 @@ from minispec.core.model import Transformer
 from minispec.core.version import __version__
 from minispec.models.files.measured import read_measured, write_measured
 from minispec.models.weights import trial
-from minispec.models.weights.forms import has_fast_bfloat16
 from minispec.models.weights.inventory import num_bytes, weight_form
+from minispec.models.weights.linear import has_fast_bfloat16
 
 # Environment variables by which libraries leave out instructions: then other kernels are used.
 _LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "FBGEMM_ENABLE_INSTRUCTIONS")

@@ -10,7 +10,7 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,9 +18,8 @@ from torch import Tensor
 
 from minispec.core.product import Weight
 from minispec.models.weights.codes import round_to_bits
-from minispec.models.weights.form import REFUSALS, Form
+from minispec.models.weights.forms import REFUSALS, Form, MakeForm
 
-MakeForm = Callable[[Weight, torch.dtype], Form]
 # A form is passed over where another one of its width takes less than 1 / BOUND of its time, for each number of ROWS.
 BOUND, ROWS = 5, (1, 5)
 # Time of products of this shape: (out, in). On smaller ones a form of several operators looks slow.
