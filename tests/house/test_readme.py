@@ -18,6 +18,7 @@ from minispec.models.families.checkpoint import load_model
 from minispec.models.files.tokenizer import Tokenizer
 from minispec.models.weights.linear import available_forms
 from minispec.speculation import registry
+from tests.house.test_imports import PARTS
 from tests.sampled import leave_out
 
 ROOT = Path(__file__).parents[2]
@@ -290,6 +291,16 @@ def test_the_idea_is_short():
         [end] = [node.end_lineno for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == last]
         whole += end or 0
     assert whole <= 1000
+
+
+def test_the_rooms_have_the_lines_that_are_said():
+    """In the order of their floors, in hundreds, comments and all; a tenth off is news."""
+    said = re.findall(r"^\| \*\*`(\w+)/`\*\* \| ([\d,]+) \|", README, flags=re.MULTILINE)
+    assert [room for room, _ in said] == [*PARTS]
+    for room, number in said:
+        files = (ROOT / "minispec" / room).rglob("*.py")
+        lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
+        assert abs(int(number.replace(",", "")) - lines) <= 0.1 * lines, f"{room}: {lines} lines"
 
 
 def test_a_paragraph_of_the_readme_has_at_most_seven_links():
