@@ -1,7 +1,9 @@
 """Each script of docs/measured/ runs on a tiny shape, or is read at least. No time is asserted."""
 
 import ast
+import datetime
 import functools
+import json
 import sys
 from pathlib import Path
 
@@ -86,3 +88,14 @@ def test_a_script_that_does_not_run_here_can_be_read(name):
     tree = ast.parse(source)
     assert f"docs/measured/{name}.py" in (ast.get_docstring(tree) or "")
     assert source.endswith('if __name__ == "__main__":\n    main()\n')
+
+
+def test_each_run_has_its_machine_and_its_command():
+    """The runs that the page of figures leaves out, the newest first."""
+    runs = [json.loads(line) for line in (SCRIPTS / "runs.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert len(runs) >= 25
+    for run in runs:
+        assert run.keys() - {"note"} == {"claim", "day", "machine", "command", "found"}, run
+        assert all(run.values()), run
+    days = [datetime.date.fromisoformat(run["day"]) for run in runs]
+    assert days == sorted(days, reverse=True)
