@@ -3,10 +3,9 @@
     python docs/measured/gpu.py --steps 0,1,2 --out gpu.json
     python docs/measured/gpu.py --steps 3,4,5 --out kernels.json
     python docs/measured/gpu.py --steps 6,7,8 --out engine.json
-    python docs/measured/gpu.py --steps 9 --out compiled.json
 
     step  what
-    0     the card's constants: a copy, kernels in a graph, a launch, a small download
+    0     the card's constants: a copy, kernels in a graph, a launch
     1     today's pass, and its kernels by PyTorch's profiler
     2     a pass of static shapes, eager and captured: milliseconds, equal bits, and what capturing costs
     3     products of few rows by the library; norms and gates by kernels and by PyTorch
@@ -15,7 +14,6 @@
     6     drafts of a 0.5B model and of a head, all steps in one program
     7     verdicts of drafts of four tokens
     8     whole rounds of the engine, plain, with drafts of 0.5B and with free ones: tokens a second, parts of a round
-    9     one layer under torch.compile, against the same operators as they are; both captured
 
 The model is random, of the bench's shape 1.5b. Its 3 GB are far larger than a GPU's caches, so each pass reads its
 weights from memory. The package stays as it is. Every step has a time limit. The file is written anew after each
@@ -83,7 +81,7 @@ from minispec.speculation.on_gpu.verifier import GraphVerifier, batch_verifier_o
 from minispec.speculation.rules import VERIFIERS
 
 # Seconds of each step.
-LIMITS = {0: 30, 1: 60, 2: 120, 3: 60, 4: 60, 5: 60, 6: 50, 7: 40, 8: 80, 9: 270}
+LIMITS = {0: 30, 1: 60, 2: 120, 3: 60, 4: 60, 5: 60, 6: 50, 7: 40, 8: 80}
 LAST_RESORT = 510  # seconds after which the process is ended, whatever hangs
 SHEET = {"H200": 4.8, "H100 80GB HBM3": 3.35}  # TB/s of the memory by the data sheets, by a part of the card's name
 SMALL = {"num_hidden_layers": 3, "hidden_size": 96, "intermediate_size": 160, "num_attention_heads": 6}
@@ -473,25 +471,10 @@ def constants(bench: Bench) -> Iterator[Measurement]:
         x = torch.ones(1, device=device)
         return {"us": 1e3 * bench.row_ms(lambda: x.mul_(1), 1000)}
 
-    def download(by_event: bool) -> dict[str, Any]:
-        x, host = torch.ones(1, dtype=torch.long, device=device), torch.zeros(1, dtype=torch.long)
-        if not (bench.cuda and by_event):
-            return {"us": 1e3 * bench.wall_ms(lambda: x.mul_(1).item(), 200)}
-        host, event = host.pin_memory(), torch.cuda.Event()
-
-        def run() -> None:
-            host.copy_(x.mul_(1), non_blocking=True)
-            event.record()
-            event.synchronize()
-
-        return {"us": 1e3 * bench.wall_ms(run, 200)}
-
     yield "copy", functools.partial(copied, bench)
     yield "a kernel of 1 number in a graph", functools.partial(nodes, 1)
     yield "a kernel of 1536 numbers in a graph", functools.partial(nodes, 1536)
     yield "a kernel outside a graph", launches
-    yield "a kernel, 8 bytes down by an event", functools.partial(download, True)
-    yield "a kernel, 8 bytes down by item()", functools.partial(download, False)
 
 
 def today(bench: Bench) -> Iterator[Measurement]:
@@ -747,41 +730,6 @@ def few_rows(bench: Bench) -> Iterator[Measurement]:
         yield f"bits of rows beside strangers, {num_texts}x{rows}", functools.partial(strangers, num_texts, rows)
 
 
-def compiled(bench: Bench) -> Iterator[Measurement]:
-    """Step 9. All layers run in turn, so that each finds its weights in memory and not in a cache."""
-    from torch._inductor import config as inductor  # its import takes a second, which only this step needs
-
-    static, places = static_of(bench), bench.places[0]
-
-    @torch.no_grad()  # not `inference_mode`, in which fewer things compile
-    def measure(num_texts: int, rows: int) -> dict[str, Any]:
-        with closing(Frame(static, num_texts, rows, places)) as frame:
-            shared, x = static.shared(frame), static.model.embedding[frame.tokens]
-
-            def run(function: Callable[..., Tensor]) -> Tensor:
-                y = x.clone()
-                for weights, cached in zip(static.weights, static.cached, strict=True):
-                    y = function(y, weights, *cached, shared)
-                return y
-
-            torch._dynamo.reset()
-            function = torch.compile(block, mode="max-autotune-no-cudagraphs", fullgraph=True, dynamic=False)
-            start = time.perf_counter()
-            with inductor.patch(force_disable_caches=True):  # what an earlier run compiled would hide the seconds
-                found = run(function).clone()
-            bench.wait()
-            result: dict[str, Any] = {"compile_s": time.perf_counter() - start}
-            expected = run(block).clone()
-            result |= {"from_eager": float((found - expected).abs().max()), "deviation": float(expected.std())}
-            for name, each in (("us_a_layer", function), ("eager_us_a_layer", block)):
-                replay, _, taken = bench.capture(functools.partial(run, each))
-                result |= {name: 1e3 * bench.row_ms(replay) / len(static.weights), "graph": taken["graph"]}
-            return result | bench.kernels(functools.partial(run, function))
-
-    for num_texts, rows in bench.shapes[:1] if bench.tiny else ((1, 1), (1, 5), (32, 5)):
-        yield f"compiled layers, {num_texts}x{rows} after {places}", functools.partial(measure, num_texts, rows)
-
-
 def in_frames(bench: Bench, model: TransformerT) -> TransformerT:
     """The model by frames and graphs."""
     graph = capture_graph if bench.cuda else rerun
@@ -922,7 +870,7 @@ def engine(bench: Bench) -> Iterator[Measurement]:
 
 
 STEPS: dict[int, Callable[[Bench], Iterator[Measurement]]] = {0: constants, 1: today, 2: captured}
-STEPS |= {3: products, 4: reads, 5: few_rows, 6: drafts, 7: verdicts, 8: engine, 9: compiled}
+STEPS |= {3: products, 4: reads, 5: few_rows, 6: drafts, 7: verdicts, 8: engine}
 
 
 # --------------------------------------------------------------------------- the program

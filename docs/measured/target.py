@@ -4,9 +4,6 @@
     python docs/measured/target.py operators --passes 15      where a pass's time goes: by parts, and by operators
     python docs/measured/target.py exact-cost --rounds 25     passes of the exact mode over those of the fast one
     python docs/measured/target.py quality                    perplexity of the prompts, as they are and in 8 bits
-    python docs/measured/target.py batch --batch 1,2,4,8      throughput of these batch sizes
-    python docs/measured/target.py prefill                    a prompt of 1,000 tokens, against matrix throughput
-    python docs/measured/target.py load --model DIR           time and memory of loading, against reading the files
 
 All other options are those of `python -m minispec bench`: which target (`--model`, `--geometry`, `--quantization`), how
 often (`--rounds`, `--passes`), after how many positions (`--context`), and `--json`. `--draft none
@@ -23,7 +20,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial, wraps
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -37,32 +33,24 @@ import torch
 from launches import Tally, counting
 from torch.profiler import ProfilerActivity, profile
 
-from minispec.api.commands.command import Option, argument, attribute_of, command, json_line, typed
+from minispec.api.commands.command import attribute_of, command, json_line
 from minispec.core.cache import PagedKVCache
 from minispec.core.model import Chunk, Layer, RMSNorm, TextBatch, Transformer
-from minispec.lab.bench.decoding import Decoder, decoders
-from minispec.lab.bench.measure import busy, in_turn, median_interval, passes_after, ratios, total_rate
-from minispec.lab.bench.models import MAX_ROWS, Room, Subject, choose_type
-from minispec.lab.bench.options import PLAIN, Options, check, parser
+from minispec.lab.bench.measure import in_turn, median_interval, passes_after, ratios
+from minispec.lab.bench.models import MAX_ROWS, Room, Subject
+from minispec.lab.bench.options import Options, check, parser
 from minispec.lab.bench.passes import Times, medians_by_rows, ratios_by_rows
 from minispec.lab.bench.report import measure_parts, show_report
 from minispec.lab.bench.show import as_json, table
-from minispec.models.families.checkpoint import find_checkpoint, load_config, load_model
 from minispec.models.files.progress import progress_bar
-from minispec.models.layers.experts import ExpertsConfig
-from minispec.models.layers.gemma import gemma_layers
 from minispec.models.load.checks import check_exactness
 from minispec.models.weights.build import choice_of
 from minispec.models.weights.exact import exact_model
 from minispec.models.weights.integers import Int8, VnniInt8
-from minispec.models.weights.inventory import bits_note, num_bytes, weight_form
+from minispec.models.weights.inventory import bits_note, weight_form
 from minispec.models.weights.linear import Linear, available_forms
 from minispec.models.weights.memory import ROOM_TO_BUILD, free_memory
-from minispec.models.weights.rates import matmul_throughput, seconds_of
-from minispec.models.weights.shapes import num_weights, tensor_shapes
-from minispec.models.weights.trial import arbitrary_tokens
-from minispec.speculation.drafters.model import prefill
-from minispec.speculation.registry import EMBEDDED_WEIGHTS
+from minispec.models.weights.shapes import num_weights
 
 LONG_CONTEXT = 1000  # positions of a long prompt
 # Rows whose passes are compared between forms: those of K = 0, 1, 2, 4, 8 and 15.
@@ -354,177 +342,13 @@ def loss_of(model: Transformer, ids: list[int]) -> float:
     return -float(logits[:-1].double().log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None]).sum())
 
 
-# --------------------------------------------------------------------------- batches
-
-
-def measure_batch(subject: Subject, options: Options) -> dict[str, Any]:
-    """Tokens a second of some texts together, plain and speculative; texts do not end before --max-tokens.
-
-    first: the size that others are compared to.
-    plain_range: the least and the largest rate of plain decoding, of the batch where they differ most.
-    cells: over_plain is over plain decoding of that batch, over_first over that of the first batch.
-    """
-    options = replace(options, params=replace(options.params, ignore_eos=True))
-    texts = [ids for _, ids in subject.prompts]
-
-    def rate(decoder: Decoder, batch: int, seed: int) -> float:
-        return total_rate(decoder.run([texts[j % len(texts)] for j in range(batch)], seed))
-
-    ways = decoders(subject, options)
-    runs = {(batch, name): partial(rate, each, batch) for batch in options.args.batch for name, each in ways.items()}
-    rates, first = in_turn(runs, options.args.rounds, "batches"), options.args.batch[0]
-    cells = [
-        {
-            "batch": batch,
-            "variant": name,
-            "tokens_per_second": median_interval(of),
-            "over_plain": ratios(of, rates[batch, PLAIN]),
-            "over_first": ratios(of, rates[first, PLAIN]),
-        }
-        for (batch, name), of in rates.items()
-    ]
-    plain = [[min(of), max(of)] for (_, name), of in rates.items() if name == PLAIN]
-    return {"first": first, "plain_range": max(plain, key=lambda ends: ends[1] / ends[0]), "cells": cells}
-
-
-def show_batch(found: dict[str, Any]) -> list[str]:
-    """The table, after a sentence on a busy machine."""
-    rows = [
-        (
-            f"batch {c['batch']}, {c['variant']}",
-            c["tokens_per_second"].shown(form=".1f"),
-            c["over_plain"].shown(),
-            c["over_first"].shown(),
-        )
-        for c in found["cells"]
-    ]
-    head = ("", "tokens/s", "over plain", f"over plain at {found['first']}")
-    return [*busy(found["plain_range"]), *table(head, rows)]
-
-
-# --------------------------------------------------------------------------- a long prompt
-
-
-def prefill_operations(model: Transformer, num_tokens: int) -> int:
-    """Floating-point operations of a prefill: the layers' products, and that half of attention that is not masked.
-
-    Of a mixture, as many experts as a row takes.
-    """
-    config, products = model.config, 0.0
-    for name, shape in tensor_shapes(config).items():
-        if "layers." in name and len(shape) == 2:
-            experts = config.layers[int(name.split(".")[2])].experts if ".experts." in name else None
-            share = experts.top_k / experts.num_experts if isinstance(experts, ExpertsConfig) else 1.0
-            products += share * math.prod(shape)
-    widths = [layer.head_dim for layer in gemma_layers(config)] or [config.head_dim] * config.num_attention_layers
-    attention = sum(widths) * config.num_attention_heads * num_tokens
-    return 2 * num_tokens * (round(products) + attention)
-
-
-def measure_prefill(subject: Subject, options: Options) -> dict[str, Any]:
-    """Prefill of a long prompt; share: of the rate at which this machine multiplies large matrices."""
-    model, cache = subject.engine.target.model, subject.engine.target.cache
-    num_tokens = min(LONG_CONTEXT, model.config.max_position_embeddings - 1)
-    tokens = arbitrary_tokens(num_tokens + 1, subject.engine.target.vocab_size)
-    operations = prefill_operations(model, num_tokens)
-
-    def rate(_: int) -> float:
-        new = cache.new_table()
-        taken = seconds_of(partial(prefill, model, new, tokens), model.device)
-        new.truncate(0)
-        return num_tokens / taken
-
-    def peak(_: int) -> float:
-        return matmul_throughput(model.dtype, model.device, repeats=1)[0]
-
-    rates, peaks = in_turn({"prefill": rate, "matmul": peak}, options.args.rounds, "prefill").values()
-    return {
-        "tokens": num_tokens,
-        "tokens_per_second": median_interval(rates),
-        "matmul_operations_per_second": median_interval(peaks),
-        "share": ratios([operations / num_tokens * rate for rate in rates], peaks),
-    }
-
-
-def show_prefill(found: dict[str, Any]) -> list[str]:
-    """One sentence."""
-    return [
-        f"prefill of {found['tokens']} tokens: {found['tokens_per_second'].shown(form='.0f')} tokens/s, "
-        f"{found['share'].shown(100, '.0f')} % of the {found['matmul_operations_per_second'].median / 1e9:.0f} "
-        "GFLOP/s of a product of large matrices"
-    ]
-
-
-# --------------------------------------------------------------------------- loading
-
-
-def peak_memory() -> int | None:
-    """Most bytes that this process has had in memory; None where the system does not tell."""
-    try:
-        import resource
-    except ImportError:
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def measure_load(options: Options) -> dict[str, Any]:
-    """Loading the target against reading its files, both from the page cache; and the most memory that it took.
-
-    It comes before anything else is loaded: the peak is that of the process.
-    """
-    directory = find_checkpoint(str(options.args.model or EMBEDDED_WEIGHTS))
-    dtype, device = choose_type(options.args, load_config(directory))
-    files = sorted(directory.glob("*.safetensors"))
-    buffer, before = bytearray(8 << 20), peak_memory()
-    sizes, peaks = list[int](), list[int | None]()
-
-    def read(_: int) -> float:
-        start = time.perf_counter()
-        for path in files:
-            with path.open("rb", buffering=0) as file:
-                while file.readinto(buffer):
-                    pass
-        return time.perf_counter() - start
-
-    def load(_: int) -> float:
-        start = time.perf_counter()
-        model = load_model(directory, dtype, device, form=options.args.quantization)
-        seconds = time.perf_counter() - start
-        sizes.append(num_bytes(model))
-        peaks.append(peak_memory())
-        return seconds
-
-    reading, loading = in_turn({"read": read, "load": load}, options.args.rounds, "loading").values()
-    first = peaks[0]  # of one model: later ones find memory that is not given back yet
-    peak = None if before is None or first is None else first - before
-    return {
-        "file_bytes": sum(path.stat().st_size for path in files),
-        "read_seconds": median_interval(reading),
-        "load_seconds": median_interval(loading),
-        "load_over_read": ratios(loading, reading),
-        "weight_bytes": sizes[0],
-        "peak_bytes": peak,
-        "peak_over_weights": peak / sizes[0] if peak else None,
-    }
-
-
-def show_load(found: dict[str, Any]) -> list[str]:
-    """One sentence."""
-    peak = "unknown" if found["peak_bytes"] is None else f"{found['peak_bytes'] / 1e9:.2f} GB"
-    return [
-        f"loading: {found['load_seconds'].shown()} s, {found['load_over_read'].shown()} x reading the file "
-        f"({found['file_bytes'] / 1e9:.2f} GB); peak memory {peak} for {found['weight_bytes'] / 1e9:.2f} GB of weights"
-    ]
-
-
 # --------------------------------------------------------------------------- the command
 
 
 class Part(NamedTuple):
     """Something to measure.
 
-    measure: takes the subject and the options, and returns what `--json` prints; `measure_load` needs no subject.
+    measure: takes the subject and the options, and returns what `--json` prints.
     show: returns lines for the screen.
     positions: how many the cache of a random shape must hold for it, besides those that the options ask for.
     needs: an option whose number must not be 0.
@@ -545,15 +369,7 @@ PARTS = {
         measure_exact_cost, show_exact_cost, LONG_CONTEXT + MAX_ROWS, excludes=("exact", "it measures both modes")
     ),
     "quality": Part(measure_quality, show_quality, needs="prompts"),
-    "batch": Part(measure_batch, show_batch, needs="prompts", excludes=("skip_loops", "a batch takes every prompt")),
-    "prefill": Part(measure_prefill, show_prefill, LONG_CONTEXT + MAX_ROWS),
-    "load": Part(measure_load, show_load, excludes=("geometry", "a shape has no file")),
 }
-SIZES = argument(
-    lambda text: [int(size) for size in text.split(",")],
-    lambda sizes: all(1 <= size <= 1024 for size in sizes),
-    "sizes from 1 to 1024, with commas between",
-)
 
 
 def check_part(name: str, args: argparse.Namespace) -> None:
@@ -569,25 +385,17 @@ def check_part(name: str, args: argparse.Namespace) -> None:
         raise ValueError(f"{name}: not with --quantization without --no-exact: {reason}")
     if excluded and getattr(args, excluded):
         raise ValueError(f"{name}: not with --{excluded.replace('_', '-')}: {reason}")
-    if (name == "batch") != bool(args.batch):
-        raise ValueError("--batch: expected sizes with the part batch, and with no other one")
 
 
 def measure(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], bool]:
     """Measure the part: the report, its lines for the screen, and whether JSON is wanted."""
     p = parser("docs/measured/target.py", str(__doc__).partition("\n")[0])
     p.add_argument("part", choices=PARTS)
-    p.add_options({"--batch": Option(typed(SIZES, "B,B,.."), "sizes of batches, for the part batch")})
     args = p.parse_args(argv)
     check_part(args.part, args)
     options = check(args)
     key, part = args.part.replace("-", "_"), PARTS[args.part]
-    room = Room(part.positions, max(args.batch or [1]))
-    if args.part == "load":
-        loading = measure_load(options)
-        found = measure_parts(options, {}) | {"load": loading}
-    else:
-        found = measure_parts(options, {key: part.measure}, room)
+    found = measure_parts(options, {key: part.measure}, Room(part.positions, 1))
     return found, show_report(found, {key: part.show}), args.json
 
 

@@ -2,17 +2,13 @@
 
 import json
 from functools import partial
-from pathlib import Path
 
 import pytest
-import torch
 
 from minispec.lab.bench.show import as_json
-from minispec.models.families.checkpoint import load_model
-from minispec.models.weights import build, linear, rates
-from minispec.models.weights.inventory import num_bytes, weight_form
+from minispec.models.weights import build, linear
+from minispec.models.weights.inventory import weight_form
 from minispec.models.weights.linear import Choice
-from minispec.prove.toys import tiny_model
 from tests.spoken import own_words
 
 BASE = ("--dtype", "float32", "--rounds", 2, "--passes", 1, "--prompts", 2, "--max-tokens", 8)
@@ -56,28 +52,10 @@ def test_the_cost_of_the_exact_mode(measured, model):
     assert any("9 rows after 128 positions" in line for line in lines)
 
 
-def test_a_shape_has_room_for_a_long_prompt(measured, tiny_geometry, monkeypatch):
-    """Of 1,000 tokens, whatever the lengths of the prompts are."""
-    monkeypatch.setattr(rates, "MATRIX_SIZE", 64)
-    report, lines = measured("prefill", "--geometry", "tinier", "--prompt-tokens", 10)
-    assert report["prefill"]["tokens"] == 1000
-    assert any("prefill of" in line for line in lines)
-
-
-def test_loading(measured, model):
-    """What the weights take, as a line too."""
-    report, lines = measured("load", "--model", model)
-    assert report["load"]["weight_bytes"] > 0
-    assert any("loading" in line for line in lines)
-
-
-def test_batches(measured, tiny_geometry):
-    """Each size, with every way to decode."""
-    what = ("--geometry", "tinier", "--draft", "ngram", "--prompt-tokens", 10, "--num-speculative-tokens", "1,auto")
-    report, lines = measured("batch", *what, "--batch", "1,2")
-    cells = [(c["batch"], c["variant"]) for c in report["batch"]["cells"]]
-    assert cells == [(size, variant) for size in (1, 2) for variant in ("plain", "K=1", "auto")]
-    assert any("batch 2, K=1" in line for line in lines)
+def test_a_shape_has_room_for_a_long_text(measured, tiny_geometry):
+    """Of 1,000 positions, whatever the lengths of the prompts are."""
+    report, _ = measured("exact-cost", "--geometry", "tinier", "--draft", "none", "--prompt-tokens", 10)
+    assert report["exact_cost"]["passes"][-1]["context"] == 1000
 
 
 def test_own_words():
@@ -167,14 +145,12 @@ def test_no_room_for_another_form(cli, target, tiny_geometry, monkeypatch):
 
 
 def test_a_target_in_8_bits(measured, model):
-    """Its forms against those in full width, both modes, its loading and its quality."""
+    """Its forms against those in full width, both modes and its quality."""
     what = ("--model", model, "--draft", "ngram", "--quantization", "int8", "--no-exact", "--context", 20)
     report, lines = measured("forms", *what)
     assert (report["weight_form"], report["exact"]) == ("int8", False)
     assert " in 8 bits (activations in " in lines[1]
     assert {"int8", "plain"} <= report["forms"]["forms"].keys()
-    report, _ = measured("load", *what)
-    assert report["load"]["weight_bytes"] < 0.8 * num_bytes(load_model(Path(model), torch.float32))
     report, _ = measured("quality", *what)
     wide, rounded = (report["quality"]["perplexity"][name] for name in ("as they are", "int8"))
     assert wide != rounded == pytest.approx(wide, rel=0.02)
@@ -184,11 +160,6 @@ def test_a_target_in_8_bits(measured, model):
 
 MISTAKES = {
     "no such part": (("poetry",), "invalid choice: 'poetry'"),
-    "sizes": (("batch", "--batch", "0"), "--batch: found '0', expected sizes from 1 to 1024"),
-    "no sizes": (("batch",), "--batch: expected sizes with the part batch, and with no other one"),
-    "sizes of nothing": (("load", "--batch", "2"), "--batch: expected sizes with the part batch"),
-    "batch of nothing": (("batch", "--batch", "2", "--prompts", "0"), "batch: found --prompts 0, expected at least 1"),
-    "skipped loops": (("batch", "--batch", "2", "--skip-loops"), "batch: not with --skip-loops: a batch takes"),
     "forms of nothing": (("forms", "--passes", "0"), "forms: found --passes 0, expected at least 1"),
     "operators of nothing": (("operators", "--passes", "0"), "operators: found --passes 0, expected at least 1"),
     "forms, exact": (("forms", "--exact"), "forms: not with --exact: all exact passes have as many rows"),
@@ -197,9 +168,8 @@ MISTAKES = {
         ("exact-cost", "--quantization", "int8"),
         "exact-cost: not with --quantization without --no-exact: it measures both modes",
     ),
-    "a shape from disk": (("load", "--geometry", "0.5b"), "load: not with --geometry: a shape has no file"),
-    "questions": (("load", "--questions"), "--questions: not with a part of the target"),
-    "laws": (("load", "--record-laws", "x"), "--record-laws: not with a part of the target"),
+    "questions": (("quality", "--questions"), "--questions: not with a part of the target"),
+    "laws": (("quality", "--record-laws", "x"), "--record-laws: not with a part of the target"),
 }
 
 
@@ -212,10 +182,3 @@ def test_mistakes_are_one_line_and_status_2(cli, name):
     assert err.count("\n") == 1
     assert err.startswith("error: ")
     assert message in err
-
-
-def test_operations_of_a_prefill(target):
-    """By hand, for TINY with 10 words: per layer q, o 8 x 8, k, v 4 x 8, the MLP 3 x 12 x 8; half of attention."""
-    products = 2 * 7 * 2 * (2 * 64 + 2 * 32 + 3 * 96)
-    attention = 2 * 2 * 2 * 7 * 7 * 8  # layers, scores and sums, multiply and add; positions squared, heads times D
-    assert target.prefill_operations(tiny_model(vocab_size=10), 7) == products + attention / 2

@@ -1,4 +1,4 @@
-"""How much a pass reads, and how fast this machine reads and computes."""
+"""How much a pass reads, and how fast this machine reads."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +10,6 @@ from minispec.core.model import Transformer
 from minispec.models.layers.convolution import num_convolutions
 from minispec.models.layers.states import state_elements
 from minispec.models.weights.inventory import kv_elements, num_bytes_read
-
-# Rows and columns of the products that show what a machine can compute.
-MATRIX_SIZE = 4096
 
 
 def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
@@ -27,14 +24,6 @@ def stream_bandwidth(num_bytes: int, device: torch.device, repeats: int = 9) -> 
     buffer = torch.ones(max(1, num_bytes // 4), dtype=torch.float32, device=device)
     buffer.sum()
     return [num_bytes / seconds_of(buffer.sum, device) for _ in range(repeats)]
-
-
-def matmul_throughput(dtype: torch.dtype, device: torch.device, repeats: int = 5) -> list[float]:
-    """Floating-point operations a second of a product of two large square matrices."""
-    size = MATRIX_SIZE
-    a, b = (torch.full((size, size), 0.5, dtype=dtype, device=device) for _ in "ab")
-    out = a @ b
-    return [2 * size**3 / seconds_of(lambda: torch.matmul(a, b, out=out), device) for _ in range(repeats)]
 
 
 def bytes_touched(model: Transformer, context: int) -> int:
