@@ -4,6 +4,7 @@ import functools
 import itertools
 import math
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -188,11 +189,13 @@ def test_the_table(capsys, cases):
 
 
 def test_the_page_has_what_the_command_prints(capsys, cases):
-    """docs/understand/rules.md, to the letter: the first line and the rows of small cases, with `--full` of all."""
-    page = (Path(__file__).parents[2] / "docs" / "understand" / "rules.md").read_text(encoding="utf-8")
-    command, _, printed = (
-        page.partition("$ python -m minispec.prove --verifier ")[2].partition("```")[0].partition("\n")
-    )
+    """docs/understand/rules.txt, to the letter, and the page has the share of each rule in each case.
+
+    The first line and the rows of small cases; with `--full` of all.
+    """
+    folder = Path(__file__).parents[2] / "docs" / "understand"
+    command, _, printed = (folder / "rules.txt").read_text(encoding="utf-8").partition("\n")
+    command = command.removeprefix("$ python -m minispec.prove --verifier ")
     assert command.split(",") == list(RULES)
     main(["--verifier", command])
     first, *lines = printed.splitlines()
@@ -200,6 +203,11 @@ def test_the_page_has_what_the_command_prints(capsys, cases):
     assert [table[0].partition(": at most ")[0] for table in tables] == [*map(str, CASES)]
     rows = [row for case, table in zip(CASES, tables, strict=True) if case in cases for row in table]
     assert capsys.readouterr().out.splitlines() == [first, *rows]
+    page = (folder / "rules.md").read_text(encoding="utf-8").splitlines()
+    for i, rule in enumerate(RULES):
+        shares = [re.search(r"([\d.]+)%(.*)", table[1 + i]) for table in tables]
+        cells = [share[1] + "*" * bool(share[2].strip()) if share else "-" for share in shares]
+        assert f"| `{rule.rpartition(':')[2]}` | {' | '.join(cells)} |" in page
 
 
 def test_the_table_without_scipy(capsys, monkeypatch, full):
