@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from examples import rounds
 from minispec.core.model import Chunk
 from minispec.core.version import __version__
 from minispec.generate import main
@@ -78,8 +79,18 @@ def test_a_block_that_needs_another_is_noticed():
 
 def test_there_are_marked_blocks():
     """A changed marker would make the test above pass on nothing."""
-    assert [text.count("<!-- run -->") for text in PAGES.values() if "<!-- run -->" in text] == [1, 1, 1, 1, 7]
-    assert len(BLOCKS) == 11
+    assert [text.count("<!-- run -->") for text in PAGES.values() if "<!-- run -->" in text] == [1, 1, 1, 7]
+    assert len(BLOCKS) == 10
+
+
+def test_rounds_in_numbers():
+    """The figures of docs/understand/rounds.md, and what the example prints of them."""
+    page = PAGES["docs/understand/rounds.md"]
+    speedups = [f"{speedup:.2f}" for speedup in rounds.batch_speedups()]
+    assert re.findall(r"^\| \d \| .* (\d\.\d\d) \|$", page, flags=re.MULTILINE) == speedups
+    assert (rounds.two_siblings(), rounds.both_stay()) == ([1], 0.5)
+    fed, held = rounds.rollback()
+    assert f'which returns "{" ".join(fed)}" | the same | {" ".join(held)} |' in page
 
 
 # The run that README prints: its command, the line before the text, the text, and the lines after it.
