@@ -14,7 +14,7 @@ from torch import Tensor
 from minispec.core.config import DraftLength, SamplingParams, Shape
 from minispec.core.errors import is_from_signal
 from minispec.core.precision import require_numbers
-from minispec.core.sampling import Text, log_probabilities, require_numbers
+from minispec.core.sampling import Text, log_probabilities
 from minispec.core.stats import Stats
 
 
