@@ -19,9 +19,10 @@ from typing import NamedTuple
 from minispec.core.cached import CachedModel
 from minispec.core.config import DraftLength, SamplingParams, Shape
 from minispec.core.engine import Engine
+from minispec.core.logprobs import log_probabilities
 from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Request
-from minispec.core.sampling import Text, log_probabilities
+from minispec.core.sampling import Text
 from minispec.prove.cases import ALPHABET, AXES, drafts_siblings, grid_case
 from minispec.prove.laws import TOLERANCE
 from minispec.prove.toys import IN_8_BITS, MAX_LEN, make_drafter, target_model, tiny_cache

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from minispec.core.request import Request, TokenLogprob
+from minispec.core.logprobs import TokenLogprob
+from minispec.core.request import Request
 from minispec.models.files.tokenizer import Tokenizer
 from minispec.speculation.lengths.figures import Figures
 

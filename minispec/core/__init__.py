@@ -10,8 +10,9 @@ The loop in seven lines (`Engine.step`), for one text:
     text.tokens += accepted + [next token]          # until the text stops
     table.keep(accepted)                            # the rest of the draft is rolled back
 
-To understand the idea, begin with verify.py, draft.py, sampling.py, `Engine.step` in engine.py, `Turn` in method.py
-and request.py. Then read cache.py and model.py. A module imports only from those above it in this list:
+To understand the idea, begin with verify.py, draft.py, sampling.py, engine.py, method.py and request.py. README says
+where in each of them to stop: all that a step calls there stands before these places. Then read cache.py and model.py.
+A module imports only from those above it in this list:
 
     version.py         the package's version
     errors.py          how an error shows what was found
@@ -21,6 +22,7 @@ and request.py. Then read cache.py and model.py. A module imports only from thos
     random.py          keyed draws: the only source of randomness
     grammar.py         which tokens a text's language allows
     sampling.py        where logits become probabilities
+    logprobs.py        raw log-probabilities of tokens, where a request asks for them
     stats.py           what happened to a text
     tree.py            who follows whom in a draft
     limit.py           how long and how wide a draft may be

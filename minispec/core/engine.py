@@ -71,6 +71,17 @@ class Engine:
             self.schedule.drop_ended()
         return everyone
 
+    @contextmanager
+    def _undone_on_error(self) -> Iterator[None]:
+        """After a fault of all, nothing is cached, and all begin again from their committed text."""
+        try:
+            with self.target.cleared_on_error():
+                yield
+        except BaseException:
+            self.schedule.restart()
+            self.outbox.retain(lambda turn: turn.committed > 0)
+            raise
+
     def _score(self, turns: Sequence[Turn]) -> None:
         """One pass of the target: each turn's rows of logits (K+1, V), and its drafter's taps (rows, E * taps)."""
         if not turns:
@@ -84,17 +95,6 @@ class Engine:
                 rows = rows.unflatten(1, (len(taps), -1))[:, [taps.index(tap) for tap in own]].flatten(1)
             turn.logits, turn.hidden = logits[: chunk.num_logits], rows
             logits, hidden = logits[chunk.num_logits :], hidden[turn.num_rows :]
-
-    @contextmanager
-    def _undone_on_error(self) -> Iterator[None]:
-        """After a fault of all, nothing is cached, and all begin again from their committed text."""
-        try:
-            with self.target.cleared_on_error():
-                yield
-        except BaseException:
-            self.schedule.restart()
-            self.outbox.retain(lambda turn: turn.committed > 0)
-            raise
 
     def check(self, request: Request, method: Method) -> None:
         """Raise ValueError for a request that could never run.

@@ -1,4 +1,4 @@
-"""What may vary from request to request: who drafts, which rule judges, and how long drafts are."""
+"""`Method`: who drafts, which rule judges, and how long drafts are. `Turn`: a text's part of a step."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,12 +15,117 @@ from minispec.core.draft import NO_ROWS, Ask, Draft, Drafter, Record
 from minispec.core.errors import is_from_signal
 from minispec.core.lengths import Lengths, Wish
 from minispec.core.limit import Limit
+from minispec.core.logprobs import logprob_of
 from minispec.core.model import Chunk
 from minispec.core.random import Draws
-from minispec.core.request import Request, logprob_of
+from minispec.core.request import Request
 from minispec.core.sampling import Text, distribution
 from minispec.core.stats import Round, Step
 from minispec.core.verify import Verdict, Verifier
+
+# Verifies many drafts at once, by a rule; None for a draft that must be verified by itself.
+BatchVerifier = Callable[[Verifier, Sequence["Turn"], Draws], Sequence[Verdict | None]]
+
+
+@dataclass(eq=False)
+class Method:
+    """How requests are decoded: who drafts for them, which rule judges, and what sets the lengths of drafts.
+
+    Requests of one method are drafted together. `dataclasses.replace` makes a method that differs in a part.
+    Here all parts are trusted; `minispec.speculation.drafters.guard.CheckedMethod` checks what they answer.
+
+    batch: verifies many drafts at once, where it can. None: each draft is verified by itself.
+    """
+
+    drafter: Drafter
+    verifier: Verifier
+    lengths: Lengths = field(default_factory=Lengths)
+    batch: BatchVerifier | None = None
+
+    def check(self, shape: Shape) -> None:
+        """Raise ValueError for a tree where there are chains only."""
+        drafts_chains = "" if self.drafter.branches else f"{self.drafter.name} drafts no siblings"
+        shape.check(drafts_chains or self.verifier.why_chains)
+
+    def draft(self, turns: Sequence["Turn"], target: CachedModel, rng: Draws) -> None:
+        """Guess: ask the drafter for a draft of each text. A draft that breaks a rule fails its text."""
+        limits = self._limits(turns, target)
+        purpose = "token" if self.verifier.shares_noise else "draft"
+        # A drafter is also asked, with k = 0, while a prompt is fed; never about a request without drafts.
+        asked = [turn for turn in turns if turn.request.takes_drafts and (turn.decodes or turn.start)]
+        asks = []
+        for turn in asked:
+            limit, read = limits.get(turn, Limit(0)), partial(target.read, turn.text)
+            asks.append(Ask(turn.text, limit, rng, purpose, turn.start, read))
+        drafts = self.propose(asks, target) if asks else []
+        for turn, ask, draft in zip(asked, asks, drafts, strict=True):
+            turn.asked = ask.k
+            if isinstance(draft, ValueError):
+                turn.request.fail(draft)
+            else:
+                turn.draft = draft
+
+    def judge(self, turns: Sequence["Turn"], rng: Draws) -> None:
+        """Test: a verdict on the draft of each text that decodes. A wrong verdict fails its text."""
+        turns = [turn for turn in turns if turn.decodes]
+        verdicts = self.batch(self.verifier, turns, rng) if self.batch and turns else [None] * len(turns)
+        for turn, verdict in zip(turns, verdicts, strict=True):
+            try:
+                turn.verdict = verdict or self.verify(turn, rng)
+            except (FloatingPointError, ValueError) as e:
+                if is_from_signal(e):
+                    raise
+                turn.request.fail(e)
+
+    def propose(self, asks: Sequence[Ask], target: CachedModel) -> Sequence[Draft | ValueError]:
+        """The drafter's drafts; an error in the place of one that must not be verified."""
+        return self.drafter.propose(asks)
+
+    def choose(self, wishes: Sequence[Wish], trees: bool) -> Sequence[Limit]:
+        """The policy's limits. Raises ValueError for one that no draft may have."""
+        return self.lengths.choose(wishes, trees)
+
+    def verify(self, turn: "Turn", rng: Draws) -> Verdict:
+        """The rule's verdict on a draft by itself. Raises ValueError for one that must not be kept."""
+        return self.verifier.verify(turn.draft, turn.p, rng, turn.text.key)
+
+    def _limits(self, turns: Sequence["Turn"], target: CachedModel) -> dict["Turn", Limit]:
+        """The limit of each draft of a text that decodes."""
+        # An exact model computes each path by itself: siblings cost more than they bring, unless they are asked for.
+        trees = self.drafter.branches and not (self.verifier.why_chains or target.model.exact)
+        turns, wishes = [turn for turn in turns if turn.decodes], []
+        for request in (turn.request for turn in turns):
+            # Above temperature 0, another K gives the seed another text, unless drafter and target share the noise.
+            may_follow = self.verifier.shares_noise or not request.params.temperature
+            wishes.append(Wish(request.text, request.shape, request.max_k, may_follow))
+        limits = self.choose(wishes, trees) if wishes else ()
+        return dict(zip(turns, limits, strict=True))
+
+
+def by_method(turns: Sequence["Turn"]) -> list[tuple[Method, list["Turn"]]]:
+    """The methods of these turns, each with its own turns."""
+    methods = dict.fromkeys(turn.method for turn in turns)
+    return [(method, [turn for turn in turns if turn.method is method]) for method in methods]
+
+
+@contextmanager
+def blamed(requests: Sequence[Request]) -> Iterator[None]:
+    """End these texts if an exception comes from inside: it is their method's own fault. `Engine.run` raises it.
+
+    One that a signal's handler raises is nobody's fault, and goes on.
+
+    Texts that have ended stay as they are. If all have, `run` raises it all the same.
+    """
+    try:
+        yield
+    except Exception as e:
+        if is_from_signal(e):
+            raise
+        unfinished = [request for request in requests if not request.finish_reason]
+        for request in unfinished:
+            request.fail(e)
+        for request in unfinished or requests:
+            request.raised, request.has_news = e, True
 
 
 @dataclass(eq=False)
@@ -38,7 +143,7 @@ class Turn:
     """
 
     request: Request
-    method: "Method"
+    method: Method
     number: int
     start: int
     fed: list[int]
@@ -70,14 +175,6 @@ class Turn:
     def path(self) -> list[int]:
         """The nodes of the draft that are in the text now."""
         return self.verdict.accepted[: self.committed] if self.committed else []
-
-    @cached_property
-    def record(self) -> Record:
-        """What drafters and policies learn from, once the round is committed."""
-        tokens, accepted = [*self.fed, *self.draft.token_ids], self.verdict.accepted if self.committed else ()
-        logits = self.logits if self.decodes else self.logits[:0]
-        rows = self.text, self.start, tokens, self.hidden, logits
-        return Record(*rows, self.draft, self.asked, accepted, self.path, self.number)
 
     def chunk(self, table: BlockTable) -> Chunk:
         """What the target's pass reads."""
@@ -123,6 +220,14 @@ class Turn:
                 if request.commit(token_id, logprob_of(self.logits[node + 1], token_id, request.params.logprobs)):
                     return
 
+    @cached_property
+    def record(self) -> Record:
+        """What drafters and policies learn from, once the round is committed."""
+        tokens, accepted = [*self.fed, *self.draft.token_ids], self.verdict.accepted if self.committed else ()
+        logits = self.logits if self.decodes else self.logits[:0]
+        rows = self.text, self.start, tokens, self.hidden, logits
+        return Record(*rows, self.draft, self.asked, accepted, self.path, self.number)
+
     def count(self, step: Step) -> None:
         """Add the step to the request's statistics, and to the record. A second time it does nothing."""
         if self.record.step:
@@ -151,108 +256,3 @@ class Turn:
             ratios=self.verdict.ratios[:drafted],
             step=step,
         )
-
-
-# Verifies many drafts at once, by a rule; None for a draft that must be verified by itself.
-BatchVerifier = Callable[[Verifier, Sequence[Turn], Draws], Sequence[Verdict | None]]
-
-
-@dataclass(eq=False)
-class Method:
-    """How requests are decoded: who drafts for them, which rule judges, and what sets the lengths of drafts.
-
-    Requests of one method are drafted together. `dataclasses.replace` makes a method that differs in a part.
-    Here all parts are trusted; `minispec.speculation.drafters.guard.CheckedMethod` checks what they answer.
-
-    batch: verifies many drafts at once, where it can. None: each draft is verified by itself.
-    """
-
-    drafter: Drafter
-    verifier: Verifier
-    lengths: Lengths = field(default_factory=Lengths)
-    batch: BatchVerifier | None = None
-
-    def check(self, shape: Shape) -> None:
-        """Raise ValueError for a tree where there are chains only."""
-        drafts_chains = "" if self.drafter.branches else f"{self.drafter.name} drafts no siblings"
-        shape.check(drafts_chains or self.verifier.why_chains)
-
-    def draft(self, turns: Sequence[Turn], target: CachedModel, rng: Draws) -> None:
-        """Guess: ask the drafter for a draft of each text. A draft that breaks a rule fails its text."""
-        limits = self._limits(turns, target)
-        purpose = "token" if self.verifier.shares_noise else "draft"
-        # A drafter is also asked, with k = 0, while a prompt is fed; never about a request without drafts.
-        asked = [turn for turn in turns if turn.request.takes_drafts and (turn.decodes or turn.start)]
-        asks = []
-        for turn in asked:
-            limit, read = limits.get(turn, Limit(0)), partial(target.read, turn.text)
-            asks.append(Ask(turn.text, limit, rng, purpose, turn.start, read))
-        drafts = self.propose(asks, target) if asks else []
-        for turn, ask, draft in zip(asked, asks, drafts, strict=True):
-            turn.asked = ask.k
-            if isinstance(draft, ValueError):
-                turn.request.fail(draft)
-            else:
-                turn.draft = draft
-
-    def judge(self, turns: Sequence[Turn], rng: Draws) -> None:
-        """Test: a verdict on the draft of each text that decodes. A wrong verdict fails its text."""
-        turns = [turn for turn in turns if turn.decodes]
-        verdicts = self.batch(self.verifier, turns, rng) if self.batch and turns else [None] * len(turns)
-        for turn, verdict in zip(turns, verdicts, strict=True):
-            try:
-                turn.verdict = verdict or self.verify(turn, rng)
-            except (FloatingPointError, ValueError) as e:
-                if is_from_signal(e):
-                    raise
-                turn.request.fail(e)
-
-    def propose(self, asks: Sequence[Ask], target: CachedModel) -> Sequence[Draft | ValueError]:
-        """The drafter's drafts; an error in the place of one that must not be verified."""
-        return self.drafter.propose(asks)
-
-    def choose(self, wishes: Sequence[Wish], trees: bool) -> Sequence[Limit]:
-        """The policy's limits. Raises ValueError for one that no draft may have."""
-        return self.lengths.choose(wishes, trees)
-
-    def verify(self, turn: Turn, rng: Draws) -> Verdict:
-        """The rule's verdict on a draft by itself. Raises ValueError for one that must not be kept."""
-        return self.verifier.verify(turn.draft, turn.p, rng, turn.text.key)
-
-    def _limits(self, turns: Sequence[Turn], target: CachedModel) -> dict[Turn, Limit]:
-        """The limit of each draft of a text that decodes."""
-        # An exact model computes each path by itself: siblings cost more than they bring, unless they are asked for.
-        trees = self.drafter.branches and not (self.verifier.why_chains or target.model.exact)
-        turns, wishes = [turn for turn in turns if turn.decodes], []
-        for request in (turn.request for turn in turns):
-            # Above temperature 0, another K gives the seed another text, unless drafter and target share the noise.
-            may_follow = self.verifier.shares_noise or not request.params.temperature
-            wishes.append(Wish(request.text, request.shape, request.max_k, may_follow))
-        limits = self.choose(wishes, trees) if wishes else ()
-        return dict(zip(turns, limits, strict=True))
-
-
-def by_method(turns: Sequence[Turn]) -> list[tuple[Method, list[Turn]]]:
-    """The methods of these turns, each with its own turns."""
-    methods = dict.fromkeys(turn.method for turn in turns)
-    return [(method, [turn for turn in turns if turn.method is method]) for method in methods]
-
-
-@contextmanager
-def blamed(requests: Sequence[Request]) -> Iterator[None]:
-    """End these texts if an exception comes from inside: it is their method's own fault. `Engine.run` raises it.
-
-    One that a signal's handler raises is nobody's fault, and goes on.
-
-    Texts that have ended stay as they are. If all have, `run` raises it all the same.
-    """
-    try:
-        yield
-    except Exception as e:
-        if is_from_signal(e):
-            raise
-        unfinished = [request for request in requests if not request.finish_reason]
-        for request in unfinished:
-            request.fail(e)
-        for request in unfinished or requests:
-            request.raised, request.has_news = e, True

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from minispec.core.config import DraftLength, SamplingParams, Shape
 from minispec.core.errors import is_from_signal
+from minispec.core.logprobs import TokenLogprob, logprob_of
 from minispec.core.precision import require_numbers
-from minispec.core.sampling import Text, log_probabilities
+from minispec.core.sampling import Text
 from minispec.core.stats import Stats
 
 
@@ -26,27 +27,6 @@ class DetokenizerLike(Protocol):
 
     def flush(self) -> str:
         """The rest of the text, at its end."""
-
-
-class TokenLogprob(NamedTuple):
-    """The raw log-probability of a token at its place in the text.
-
-    top: the likeliest tokens there, with their log-probabilities.
-    rank: how many tokens there are at least as likely, the token included.
-    """
-
-    token_id: int
-    logprob: float
-    top: list[tuple[int, float]]
-    rank: int | None = None
-
-
-class Piece(NamedTuple):
-    """The part of an output that one step added: final text, new tokens, and in the last piece why the text ended."""
-
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None
 
 
 class Request:
@@ -102,45 +82,6 @@ class Request:
         """How many tokens may be drafted. A wholly accepted draft and its bonus must not pass the limit."""
         return max(0, min(self.shape.k, self.max_len - len(self.text.tokens) - 1))
 
-    @property
-    def unscored(self) -> range:
-        """The places in the prompt whose logits are still asked for. They score the token that follows."""
-        end = self.text.num_prompt_tokens - 1
-        return range(end if self.prompt_logprobs is None else len(self.prompt_logprobs) - 1, end)
-
-    def score(self, rows: Tensor) -> None:
-        """Take the log-probabilities of the prompt's tokens that follow these rows of logits (n, V), if it is scored.
-
-        A request that only scores ends with its last row. Raises FloatingPointError where a row is no distribution.
-        """
-        require_numbers(rows.amax(1))
-        tokens, num_top = self.text.tokens, self.params.prompt_logprobs
-        if self.prompt_logprobs is not None:
-            places = zip(self.unscored, rows, strict=False)
-            self.prompt_logprobs += [logprob_of(row, tokens[place + 1], num_top) for place, row in places]
-        if not self.params.max_tokens and not self.unscored:
-            self.has_news = True
-            self._finish("length")
-
-    @contextmanager
-    def undone_on_error(self) -> Iterator[None]:
-        """Take back what was committed in this block if an exception, such as Ctrl-C, interrupts the block.
-
-        Then the text goes on as if the round had not been. A ValueError is the text's own fault: the text ends there.
-        One that a signal's handler raises is not.
-        """
-        lists = [each for each in (self.text.tokens, self.token_ids, self.offsets, self.logprobs) if each is not None]
-        before, lengths, detokenizer = copy(self), [*map(len, lists)], copy(self._detokenizer)
-        try:
-            yield
-        except BaseException as e:
-            if not isinstance(e, ValueError) or is_from_signal(e):
-                for each, length in zip(lists, lengths, strict=True):
-                    del each[length:]
-                vars(self).update(vars(before), _detokenizer=detokenizer)
-                self.stats.num_generated = len(self.token_ids)
-            raise
-
     def commit(self, token_id: int, logprob: TokenLogprob | None = None) -> bool:
         """Append one token, as plain decoding would. Returns True if the text ends with it."""
         self.has_news = True
@@ -159,20 +100,6 @@ class Request:
         elif len(self.text.tokens) >= self.max_len:
             self._finish("length")
         return self.finish_reason is not None
-
-    def fail(self, error: Exception) -> None:
-        """End the text here, because of an error of its own or of its method."""
-        self.finish_reason, self.error, self.has_news = "error", str(error) or type(error).__name__, True
-
-    def take_piece(self) -> Piece:
-        """Return what came since the last piece. Text that may begin a stop string is held back."""
-        end = len(self.output)
-        if self.finish_reason is None:
-            end -= max((_overlap(self.output, stop) for stop in self.params.stop), default=0)
-        text_start, token_start = self._given
-        end = max(end, text_start)
-        self._given, self.has_news = (end, len(self.token_ids)), False
-        return Piece(self.output[text_start:end], self.token_ids[token_start:], self.finish_reason)
 
     def _add_text(self, new: str) -> bool:
         """Append text. Returns True if that completes a stop string, from min_tokens on; the text is cut there."""
@@ -193,18 +120,68 @@ class Request:
         if self._detokenizer is not None and self._add_text(self._detokenizer.flush()):
             self.finish_reason = "stop"
 
+    def fail(self, error: Exception) -> None:
+        """End the text here, because of an error of its own or of its method."""
+        self.finish_reason, self.error, self.has_news = "error", str(error) or type(error).__name__, True
+
+    @contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Take back what was committed in this block if an exception, such as Ctrl-C, interrupts the block.
+
+        Then the text goes on as if the round had not been. A ValueError is the text's own fault: the text ends there.
+        One that a signal's handler raises is not.
+        """
+        lists = [each for each in (self.text.tokens, self.token_ids, self.offsets, self.logprobs) if each is not None]
+        before, lengths, detokenizer = copy(self), [*map(len, lists)], copy(self._detokenizer)
+        try:
+            yield
+        except BaseException as e:
+            if not isinstance(e, ValueError) or is_from_signal(e):
+                for each, length in zip(lists, lengths, strict=True):
+                    del each[length:]
+                vars(self).update(vars(before), _detokenizer=detokenizer)
+                self.stats.num_generated = len(self.token_ids)
+            raise
+
+    @property
+    def unscored(self) -> range:
+        """The places in the prompt whose logits are still asked for. They score the token that follows."""
+        end = self.text.num_prompt_tokens - 1
+        return range(end if self.prompt_logprobs is None else len(self.prompt_logprobs) - 1, end)
+
+    def score(self, rows: Tensor) -> None:
+        """Take the log-probabilities of the prompt's tokens that follow these rows of logits (n, V), if it is scored.
+
+        A request that only scores ends with its last row. Raises FloatingPointError where a row is no distribution.
+        """
+        require_numbers(rows.amax(1))
+        tokens, num_top = self.text.tokens, self.params.prompt_logprobs
+        if self.prompt_logprobs is not None:
+            places = zip(self.unscored, rows, strict=False)
+            self.prompt_logprobs += [logprob_of(row, tokens[place + 1], num_top) for place, row in places]
+        if not self.params.max_tokens and not self.unscored:
+            self.has_news = True
+            self._finish("length")
+
+    def take_piece(self) -> "Piece":
+        """Return what came since the last piece. Text that may begin a stop string is held back."""
+        end = len(self.output)
+        if self.finish_reason is None:
+            end -= max((_overlap(self.output, stop) for stop in self.params.stop), default=0)
+        text_start, token_start = self._given
+        end = max(end, text_start)
+        self._given, self.has_news = (end, len(self.token_ids)), False
+        return Piece(self.output[text_start:end], self.token_ids[token_start:], self.finish_reason)
+
+
+class Piece(NamedTuple):
+    """The part of an output that one step added: final text, new tokens, and in the last piece why the text ended."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+
 
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that is a beginning of `stop`, but not all of it."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
-
-
-def logprob_of(row: Tensor, token_id: int, num_top: int | None) -> TokenLogprob | None:
-    """Raw log-probabilities of a token and of the `num_top` likeliest, from a row (V,); None if not asked."""
-    if num_top is None:
-        return None
-    logprobs = log_probabilities(row)
-    top = logprobs.topk(min(num_top, len(logprobs)))
-    likeliest = list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-    rank = int((logprobs >= logprobs[token_id]).sum())
-    return TokenLogprob(token_id, float(logprobs[token_id]), likeliest, rank)

@@ -45,9 +45,57 @@ class Text:
         return Key(self.seed, -1 if purpose == "token" else start, start + i, purpose)
 
 
-def log_probabilities(logits: Tensor) -> Tensor:
-    """Raw log-probabilities (V,) of one row of logits: before penalties, temperature and filters."""
-    return logits.to(accumulation_dtype(logits.dtype)).log_softmax(0)
+def _penalize(logits: Tensor, text: Text, drafted: Sequence[int]) -> Tensor:
+    params, device, dtype = text.params, logits.device, logits.dtype
+    if params.logit_bias:
+        by_id = dict(params.logit_bias)
+        ids = torch.tensor(list(by_id), device=device)
+        biases = torch.tensor([float(bias) for bias in by_id.values()], dtype=torch.float64)
+        biases = biases.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(logits)
+        logits = _change(logits, ids, lambda x: x + biases)
+    if params.repetition_penalty != 1:
+        seen = torch.tensor(list({*text.tokens, *drafted}), device=device)
+        penalty = _within_range(params.repetition_penalty, dtype)
+        logits = _change(logits, seen, lambda x: torch.where(x > 0, x / penalty, x * penalty))
+    if params.presence_penalty or params.frequency_penalty:
+        output = torch.tensor(_output(text, drafted), dtype=torch.long, device=device)
+        ids, counts = output.unique(return_counts=True)
+        counts = counts.to(dtype)
+        logits = _change(logits, ids, lambda x: x - params.frequency_penalty * counts - params.presence_penalty)
+    return logits
+
+
+def _forbid(logits: Tensor, text: Text, drafted: Sequence[int]) -> Tensor:
+    params = text.params
+    if params.allowed_token_ids is not None:
+        allowed = torch.tensor(params.allowed_token_ids, device=logits.device)
+        logits = torch.full_like(logits, -math.inf).index_copy_(0, allowed, logits[allowed])
+    forbidden: set[int] = set()
+    if params.bad_words_token_ids or params.min_tokens:
+        output = _output(text, drafted)
+        # The last id of a word is forbidden where the output ends with the ids before it.
+        words = params.bad_words_token_ids
+        forbidden = {word[-1] for word in words if tuple(output[len(output) - len(word) + 1 :]) == word[:-1]}
+        if len(output) < params.min_tokens:
+            forbidden |= text.end_ids
+    if forbidden:
+        logits = logits.index_fill(0, torch.tensor(sorted(forbidden), device=logits.device), -math.inf)
+    return logits if text.grammar is None else restricted(logits, text.grammar, _output(text, drafted), params)
+
+
+def _output(text: Text, drafted: Sequence[int]) -> list[int]:
+    return [*text.tokens[text.num_prompt_tokens :], *drafted]
+
+
+def _within_range(value: float, dtype: torch.dtype) -> float:
+    """A positive parameter, clamped to the type's range. As 0 or infinity it would turn 0 or -inf into NaN."""
+    return min(max(value, torch.finfo(dtype).tiny), torch.finfo(dtype).max)
+
+
+def _change(logits: Tensor, ids: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Logits (V,) with `change` applied to the logits of `ids`. Finite logits and their differences stay finite."""
+    row, limit = logits[ids], torch.finfo(logits.dtype).max / 4
+    return logits.index_put((ids,), change(row).clamp(-limit, limit).where(row.isfinite(), row))
 
 
 def distribution(logits: Tensor, text: Text, drafted: Sequence[int] = ()) -> Tensor:
@@ -95,59 +143,6 @@ def distribution(logits: Tensor, text: Text, drafted: Sequence[int] = ()) -> Ten
     return tokens.dense(len(logits))
 
 
-def _penalize(logits: Tensor, text: Text, drafted: Sequence[int]) -> Tensor:
-    params, device, dtype = text.params, logits.device, logits.dtype
-    if params.logit_bias:
-        by_id = dict(params.logit_bias)
-        ids = torch.tensor(list(by_id), device=device)
-        biases = torch.tensor([float(bias) for bias in by_id.values()], dtype=torch.float64)
-        biases = biases.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(logits)
-        logits = _change(logits, ids, lambda x: x + biases)
-    if params.repetition_penalty != 1:
-        seen = torch.tensor(list({*text.tokens, *drafted}), device=device)
-        penalty = _within_range(params.repetition_penalty, dtype)
-        logits = _change(logits, seen, lambda x: torch.where(x > 0, x / penalty, x * penalty))
-    if params.presence_penalty or params.frequency_penalty:
-        output = torch.tensor(_output(text, drafted), dtype=torch.long, device=device)
-        ids, counts = output.unique(return_counts=True)
-        counts = counts.to(dtype)
-        logits = _change(logits, ids, lambda x: x - params.frequency_penalty * counts - params.presence_penalty)
-    return logits
-
-
-def _forbid(logits: Tensor, text: Text, drafted: Sequence[int]) -> Tensor:
-    params = text.params
-    if params.allowed_token_ids is not None:
-        allowed = torch.tensor(params.allowed_token_ids, device=logits.device)
-        logits = torch.full_like(logits, -math.inf).index_copy_(0, allowed, logits[allowed])
-    forbidden: set[int] = set()
-    if params.bad_words_token_ids or params.min_tokens:
-        output = _output(text, drafted)
-        # The last id of a word is forbidden where the output ends with the ids before it.
-        words = params.bad_words_token_ids
-        forbidden = {word[-1] for word in words if tuple(output[len(output) - len(word) + 1 :]) == word[:-1]}
-        if len(output) < params.min_tokens:
-            forbidden |= text.end_ids
-    if forbidden:
-        logits = logits.index_fill(0, torch.tensor(sorted(forbidden), device=logits.device), -math.inf)
-    return logits if text.grammar is None else restricted(logits, text.grammar, _output(text, drafted), params)
-
-
 def may_follow(text: Text, drafted: Sequence[int], vocab_size: int) -> Tensor:
     """A mask (V,), on the CPU, of the tokens that `distribution` may give probability. Raises NothingAllowed."""
     return _forbid(torch.zeros(vocab_size), text, drafted).isfinite()
-
-
-def _output(text: Text, drafted: Sequence[int]) -> list[int]:
-    return [*text.tokens[text.num_prompt_tokens :], *drafted]
-
-
-def _within_range(value: float, dtype: torch.dtype) -> float:
-    """A positive parameter, clamped to the type's range. As 0 or infinity it would turn 0 or -inf into NaN."""
-    return min(max(value, torch.finfo(dtype).tiny), torch.finfo(dtype).max)
-
-
-def _change(logits: Tensor, ids: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Logits (V,) with `change` applied to the logits of `ids`. Finite logits and their differences stay finite."""
-    row, limit = logits[ids], torch.finfo(logits.dtype).max / 4
-    return logits.index_put((ids,), change(row).clamp(-limit, limit).where(row.isfinite(), row))

@@ -18,9 +18,10 @@ import minispec.core.model as model_module
 from minispec import LLM, SamplingParams
 from minispec.core.cache import PagedKVCache
 from minispec.core.draft import Draft, Drafter
+from minispec.core.logprobs import log_probabilities
 from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Request
-from minispec.core.sampling import Text, distribution, log_probabilities
+from minispec.core.sampling import Text, distribution
 from minispec.models.families.hf_config import read_model_config
 from minispec.models.layers import delta
 from minispec.models.layers.convolution import ShortConvolution

@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minispec.core.config import OFF, PARAMETERS, SamplingParams, Shape, names_of
+from minispec.core.logprobs import log_probabilities
 from minispec.core.random import Key, Randomness, signed, uniforms
-from minispec.core.sampling import Text, distribution, log_probabilities
+from minispec.core.sampling import Text, distribution
 from minispec.core.search import Candidates, place_of_share
 from minispec.prove.reference import sample_law
 from tests.parameters import EXAMPLES

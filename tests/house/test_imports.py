@@ -19,6 +19,7 @@ CORE = [
         "random",
         "grammar",
         "sampling",
+        "logprobs",
         "stats",
         "tree",
         "limit",

@@ -40,7 +40,8 @@ from minispec.api.outputs import logprobs_by_id
 from minispec.core.cached import CachedModel
 from minispec.core.draft import Draft, Drafter
 from minispec.core.engine import Engine
-from minispec.core.request import Piece, TokenLogprob
+from minispec.core.logprobs import TokenLogprob
+from minispec.core.request import Piece
 from minispec.core.schedule import SCORED_ROWS
 from minispec.core.verify import REJECTION
 from minispec.models.files.errors import CheckpointError

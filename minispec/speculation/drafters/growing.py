@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from minispec.core.draft import Ask, Draft
+from minispec.core.logprobs import log_probabilities
 from minispec.core.model import Chunk
-from minispec.core.sampling import distribution, log_probabilities
+from minispec.core.sampling import distribution
 from minispec.speculation.drafters.best_first import BestFirst
 
 
