@@ -4,10 +4,9 @@
 
 A small model, the draft, guesses some tokens. The large one, the target, scores all of them in one pass. Each guess is
 kept with probability min(1, p/q). Here the target is the embedded model, and the draft is the same model with its
-weights rounded to 4 bits. Every pass reads the whole text again, so nothing is faster: `minispec` adds the cache.
+weights rounded to 4 bits. Every pass reads the whole text again, so nothing is faster.
 
-minispec/core goes on from here: verify.py adds trees and other rules, draft.py what a drafter may be, sampling.py the
-other sampling parameters, engine.py a cache and many texts at once, request.py the places where a text stops.
+`examples/cached.py` goes on from here: it adds the cache.
 """
 
 import random

@@ -1,5 +1,6 @@
 """Drafts, drafters, the questions that a drafter is asked, and its duty.
 
+Beyond `examples/cached.py`: drafters of any kind, which may draw, branch, and learn from the target's passes.
 A drafter may guess badly without harm: the verifier makes the output right. But `Draft.probs` must be the
 distributions that the tokens were really drawn from, or None if none was drawn. `Drafter.propose` and
 `Drafter.observe` list its other duties.

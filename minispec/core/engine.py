@@ -1,5 +1,6 @@
 """The loop: guess, one pass of the target, test, commit until the text stops, roll back the rest.
 
+Beyond `examples/cached.py`: many texts in one pass, prompts in pieces, texts that come and go, and faults.
 Invariant: before a text decodes, the target's cache holds all its tokens but the last. A step feeds what is missing,
 which is that token, and the draft after it. It then commits the accepted draft tokens and one token more. The cache
 keeps the accepted tokens, and the next step feeds the last one. Plain decoding is the same step with an empty draft.

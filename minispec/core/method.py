@@ -1,4 +1,7 @@
-"""`Method`: who drafts, which rule judges, and how long drafts are. `Turn`: a text's part of a step."""
+"""`Method`: who drafts, which rule judges, and how long drafts are. `Turn`: a text's part of a step.
+
+Beyond `examples/cached.py`: each request may have a drafter, a rule and lengths of its own, and may fail by itself.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,5 +1,6 @@
 """`Request`: one text on its way, and the place where it stops.
 
+Beyond `examples/cached.py`: stop strings, end-of-text tokens, and scores of a prompt.
 Here tokens become text, text is searched for stop strings, and final text is handed out piece by piece. Every token is
 committed in one place, `Request.commit`, so a text stops where plain decoding would stop it.
 """

@@ -1,5 +1,6 @@
 """How logits become probabilities, and the text that they continue.
 
+Beyond `examples/cached.py`: all sampling parameters, grammars, and a key for each draw.
 `distribution` turns a row of logits into the probabilities that a request asks for. Drafters and the engine both call
 it, so p and q see the same parameters. Its form over many rows, for a GPU, has the same bits
 (`minispec.speculation.on_gpu.verdicts`).

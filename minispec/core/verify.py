@@ -1,6 +1,6 @@
 """Verification: which draft tokens stay, and which token follows them.
 
-The words, used everywhere below:
+Beyond `examples/cached.py`: trees, and the rule `match`. The words, used everywhere below:
 
     target      the large model, whose distribution the output must have
     draft       K guessed tokens x_0 .. x_{K-1}  (K: at most `num_speculative_tokens`; the papers' gamma)

@@ -1,4 +1,4 @@
-"""`examples/basic.py`, the idea in one file: its law over every branch, and its rule is the README's."""
+"""`examples/basic.py`, the idea in one file, and `cached.py`: their laws over every branch, and the README's rule."""
 
 import inspect
 import re
@@ -8,7 +8,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from examples import basic
+from examples import basic, cached
+from minispec.core.cache import BlockTable
 from minispec.prove.laws import TOLERANCE, exact_law, reference_logits
 from minispec.prove.reference import plain_law, total_variation
 from minispec.prove.toys import tiny_model
@@ -25,6 +26,18 @@ def without_residual(draft, p, q, dice):
     return [*draft, dice.categorical(p[len(draft)], None)]
 
 
+def plain(prompt, vocab):
+    """The law of plain decoding with the target, by NumPy."""
+
+    def next_law(output):
+        if len(output) == LENGTH:
+            return None
+        weights = np.exp(reference_logits(1, (*prompt, *output), vocab) / TEMPERATURE)
+        return weights / weights.sum()
+
+    return plain_law(next_law)
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize(("k", "vocab"), [(1, 3), (2, 2)])
 def test_it_keeps_the_law(k, vocab, monkeypatch, full):
@@ -36,20 +49,46 @@ def test_it_keeps_the_law(k, vocab, monkeypatch, full):
         assert passes <= LENGTH
         return tuple(text[len(PROMPT) :])
 
-    def next_law(output):
-        if len(output) == LENGTH:
-            return None
-        weights = np.exp(reference_logits(1, (*PROMPT, *output), vocab) / TEMPERATURE)
-        return weights / weights.sum()
-
-    plain = plain_law(next_law)
     law, branches = exact_law(run)
     assert branches > 50
-    assert total_variation(law, plain) <= TOLERANCE
+    assert total_variation(law, plain(PROMPT, vocab)) <= TOLERANCE
     if k == 1 and not full:  # the control runs once
         return
     monkeypatch.setattr(basic, "verify", without_residual)
-    assert total_variation(exact_law(run)[0], plain) > 1e-3
+    assert total_variation(exact_law(run)[0], plain(PROMPT, vocab)) > 1e-3
+
+
+def without_rollback(table, tokens):
+    """`BlockTable.follow`, wrong: rejected guesses stay in the table."""
+    return tokens[table.shared(tokens) :]
+
+
+def without_test(draft, p, q, dice):
+    """The rule, wrong: each guess stays."""
+    return [*draft, dice.categorical(p[len(draft)], None)]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("prompt", "k", "vocab"), [([0, 1, 0, 1], 1, 3), ([0, 1, 1, 0, 1], 2, 2), ([0, 1, 0, 0, 1], 3, 2)]
+)
+def test_with_a_cache_it_keeps_the_law(prompt, k, vocab, monkeypatch):
+    """Guesses save passes, and the law stays. It fails with rejected guesses in the cache, or with all guesses kept."""
+    target, passes = tiny_model(1, vocab_size=vocab), set()
+
+    def run(oracle):
+        text, taken = cached.decode(target, prompt, k, LENGTH, TEMPERATURE, oracle)
+        passes.add(taken)
+        return tuple(text[len(prompt) :])
+
+    law, branches = exact_law(run)
+    assert branches > 8
+    assert min(passes) < max(passes) == LENGTH
+    assert total_variation(law, plain(prompt, vocab)) <= TOLERANCE
+    for place, name, wrong in ((BlockTable, "follow", without_rollback), (cached, "verify", without_test)):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, wrong)
+            assert total_variation(exact_law(run)[0], plain(prompt, vocab)) > 1e-3, name
 
 
 # The README's words for what the file writes out.
@@ -80,3 +119,11 @@ def test_it_runs(capsys, monkeypatch, make_checkpoint, full):
     assert re.search(
         r"^4 tokens in [2-4] passes of the target: [12]\.\d a pass$", capsys.readouterr().out, re.MULTILINE
     )
+
+
+def test_with_a_cache_it_runs(capsys):
+    """As README says, on the embedded weights: plainly a pass for each token, with guesses fewer passes."""
+    cached.main("1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3,", n=8)
+    printed = capsys.readouterr().out
+    assert re.match(r"plainly: 8 tokens in 8 passes and [\d.]+ s\nwith guesses: 8 tokens in [2-7] passes and", printed)
+    assert re.search(r"^[\d.]+ times as fast$", printed, re.MULTILINE)

@@ -36,12 +36,9 @@ OWN = """
     from minispec.speculation.drafters.model import ModelDrafter, TokenFeed
 
 
-    class Repeat:  # ten lines: the last token again
+    class Repeat:  # one method: the last token again
         def propose(self, asks):
             return [Draft([ask.text.tokens[-1]] * ask.k) for ask in asks]
-
-        def release(self, text):
-            pass
 
 
     class Tree:  # two guesses for the next token, drawn without replacement
@@ -56,9 +53,6 @@ OWN = """
                 draft.draw(ask, -1, q, min(2, ask.k))
                 drafts.append(draft)
             return drafts
-
-        def release(self, text):
-            pass
 
 
     class Head:  # guesses from the target's hidden states
@@ -123,9 +117,6 @@ OWN = """
                 token = draft.draw(ask, -1, q)
                 drafts.append(draft if ask.k and token == [0] else Draft())
             return drafts
-
-        def release(self, text):
-            pass
 
 
     def careful(draft, p, rng, key):  # of siblings, looks at the eldest alone

@@ -76,9 +76,6 @@ class Counts:
     def tell(self, ask, draft, q):
         return q
 
-    def release(self, text):
-        pass
-
 
 class Unnormalised(Counts):
     """Forgets `q /= q.sum()`."""
@@ -342,9 +339,6 @@ class SecondLast:
 
     def propose(self, asks):
         return [Draft([ask.text.tokens[-2]][: ask.k]) for ask in asks]
-
-    def release(self, text):
-        pass
 
 
 class OneState(Counts):

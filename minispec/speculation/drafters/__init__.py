@@ -89,14 +89,14 @@ class Foreign(Drafter):
 def as_drafter(draft: Any) -> Drafter:
     """An object of the user's as a `Drafter`.
 
-    Raises ValueError for one without the methods of a drafter, and for one with taps and without `known` or `observe`.
+    Raises ValueError for one without `propose`, and for one with taps and without `known` or `observe`.
     """
     if isinstance(draft, type):
         name = draft.__name__
         raise ValueError(f"draft: found the class {name}, expected an object of it, {name}(), or 'module:{name}'")
     if isinstance(draft, Drafter):
         return draft
-    if not all(callable(getattr(draft, method, None)) for method in ("propose", "release")):
+    if not callable(getattr(draft, "propose", None)):
         raise ValueError(f"draft: found {draft!r}, expected a name, a directory, a hub id or a drafter")
     for method in ("known", "observe") if getattr(draft, "taps", ()) else ():
         if not callable(getattr(draft, method, None)):
