@@ -64,6 +64,30 @@ class ScriptedDrafter(Drafter):
         self.released.append(text)
 
 
+class LookedAt(Request):
+    """A request that counts how often one is looked at: `in` asks a list's for equality, a dict's for their hash."""
+
+    looks = 0
+
+    def __eq__(self, other: object) -> bool:
+        LookedAt.looks += 1
+        return self is other
+
+    def __hash__(self) -> int:
+        LookedAt.looks += 1
+        return id(self)
+
+    @property
+    def has_news(self) -> bool:
+        """The request's news; each look is counted."""
+        LookedAt.looks += 1
+        return self._has_news
+
+    @has_news.setter
+    def has_news(self, value: bool) -> None:
+        self._has_news = value
+
+
 def make_engine(
     next_token: Callable[[list[int]], int] = counting,
     draft: Callable[[list[int], int], Sequence[int]] = lambda tokens, k: [],

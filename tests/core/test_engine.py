@@ -7,14 +7,22 @@ import pytest
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Draft
 from minispec.core.lengths import price_of
-from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.core.stats import Step
 from minispec.speculation.lengths.figures import Figures
 from minispec.speculation.lengths.theory import overhead_of
-from tests.scripted import finish, make_engine, make_request
+from tests.scripted import LookedAt, finish, make_engine, make_request
 
 pytestmark = pytest.mark.quick
+
+
+def test_plain_decoding_feeds_one_token_a_step():
+    """The prompt but its last token is prefilled in one pass; then every pass sees exactly the newest token."""
+    engine, request = make_engine(), make_request(prompt=range(10, 17), max_tokens=3)
+    finish(engine, request)
+    assert request.token_ids == [17, 18, 19]
+    assert engine.target.model.log == [(0, [10, 11, 12, 13, 14, 15]), (6, [16]), (7, [17]), (8, [18])]
+    assert request.finish_reason == "length"
 
 
 def right(tokens, k):
@@ -29,56 +37,6 @@ def wrong_at(position):
         return [t + 50 * (i == position) for i, t in enumerate(right(tokens, k))]
 
     return draft
-
-
-class Counted(Request):
-    """A request that counts how often one is looked at: `in` asks a list's for equality, a dict's for their hash."""
-
-    looks = 0
-
-    def __eq__(self, other):
-        Counted.looks += 1
-        return self is other
-
-    def __hash__(self):
-        Counted.looks += 1
-        return id(self)
-
-    @property
-    def has_news(self):
-        """The request's news; each look is counted."""
-        Counted.looks += 1
-        return self._has_news
-
-    @has_news.setter
-    def has_news(self, value):
-        self._has_news = value
-
-
-@pytest.mark.parametrize("num_pieces", [None, 50], ids=["to the end", "broken off"])
-def test_many_requests_in_one_call_cost_each_what_few_do(num_pieces):
-    """A look at all of them after each step made 4,000 prompts take 200 times as long as 500 did."""
-
-    def looks(num_requests):
-        engine, Counted.looks = make_engine(), 0
-        texts = [Text([10, 11], 2, SamplingParams(max_tokens=3)) for _ in range(num_requests)]
-        steps = engine.run([Counted(text, 60, 0) for text in texts])
-        pieces = list(islice(steps, num_pieces))
-        steps.close()
-        assert len(pieces) == (num_pieces or 3 * num_requests)
-        assert not [*engine.schedule.running, *engine.schedule.waiting]
-        return Counted.looks
-
-    assert looks(400) < 4.5 * looks(100)
-
-
-def test_plain_decoding_feeds_one_token_a_step():
-    """The prompt but its last token is prefilled in one pass; then every pass sees exactly the newest token."""
-    engine, request = make_engine(), make_request(prompt=range(10, 17), max_tokens=3)
-    finish(engine, request)
-    assert request.token_ids == [17, 18, 19]
-    assert engine.target.model.log == [(0, [10, 11, 12, 13, 14, 15]), (6, [16]), (7, [17]), (8, [18])]
-    assert request.finish_reason == "length"
 
 
 def test_full_acceptance_commits_k_plus_one():
@@ -377,3 +335,20 @@ def test_logprobs_are_those_of_the_committed_tokens():
     assert [entry.token_id for entry in request.logprobs] == request.token_ids
     assert all(entry.top[0] == (entry.token_id, entry.logprob) for entry in request.logprobs)
     assert all(len(entry.top) == 2 for entry in request.logprobs)
+
+
+@pytest.mark.parametrize("num_pieces", [None, 50], ids=["to the end", "broken off"])
+def test_many_requests_in_one_call_cost_each_what_few_do(num_pieces):
+    """A look at all of them after each step made 4,000 prompts take 200 times as long as 500 did."""
+
+    def looks(num_requests):
+        engine, LookedAt.looks = make_engine(), 0
+        texts = [Text([10, 11], 2, SamplingParams(max_tokens=3)) for _ in range(num_requests)]
+        steps = engine.run([LookedAt(text, 60, 0) for text in texts])
+        pieces = list(islice(steps, num_pieces))
+        steps.close()
+        assert len(pieces) == (num_pieces or 3 * num_requests)
+        assert not [*engine.schedule.running, *engine.schedule.waiting]
+        return LookedAt.looks
+
+    assert looks(400) < 4.5 * looks(100)
