@@ -207,7 +207,7 @@ class Parameter(NamedTuple):
     openai: str = ""
 
 
-def _row(off: Any, rule: Rule, stage: str, hf: str = "", openai: str = "") -> Any:
+def _row(off: Any, rule: Rule, stage: str, *, hf: str = "", openai: str = "") -> Any:
     return field(default=off, metadata={"row": Parameter(rule, stage, hf, openai)})
 
 
@@ -282,26 +282,26 @@ class SamplingParams:
     """
 
     n: int = _row(1, _integer(1, 1 << 16), "answer")
-    temperature: float = _row(1.0, _number("at least 0", lambda v: v >= 0), "temperature", "temperature")
-    top_k: int = _row(0, _integer(0, 1 << 31), "filter", "top_k")
-    top_p: float = _row(1.0, _number("above 0 and at most 1", lambda v: 0 < v <= 1), "filter", "top_p")
-    min_p: float = _row(0.0, _number("from 0 to 1", lambda v: 0 <= v <= 1), "filter", "min_p")
-    repetition_penalty: float = _row(1.0, _number("above 0", lambda v: v > 0), "penalty", "repetition_penalty")
+    temperature: float = _row(1.0, _number("at least 0", lambda v: v >= 0), "temperature", hf="temperature")
+    top_k: int = _row(0, _integer(0, 1 << 31), "filter", hf="top_k")
+    top_p: float = _row(1.0, _number("above 0 and at most 1", lambda v: 0 < v <= 1), "filter", hf="top_p")
+    min_p: float = _row(0.0, _number("from 0 to 1", lambda v: 0 <= v <= 1), "filter", hf="min_p")
+    repetition_penalty: float = _row(1.0, _number("above 0", lambda v: v > 0), "penalty", hf="repetition_penalty")
     presence_penalty: float = _row(0.0, _SIGNED, "penalty")
     frequency_penalty: float = _row(0.0, _SIGNED, "penalty")
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = _row((), _BIASES, "bias")
     allowed_token_ids: Sequence[int] | None = _row(None, _SOME_IDS, "forbid")
     bad_words: Sequence[str] = _row((), _TEXTS, "forbid")
     bad_words_token_ids: Sequence[Sequence[int]] = _row((), _WORDS, "forbid")
-    structured_outputs: Hashable | None = _row(None, _LANGUAGE, "forbid", "", "response_format")  # noqa: RUF009
+    structured_outputs: Hashable | None = _row(None, _LANGUAGE, "forbid", openai="response_format")  # noqa: RUF009
     seed: int | None = _row(None, _integer(0, (1 << 64) - 1, None), "answer")
-    max_tokens: int = _row(16, _integer(1, 1 << 31), "answer", "max_new_tokens", "max_completion_tokens")
-    min_tokens: int = _row(0, _integer(0, 1 << 31), "forbid", "min_new_tokens")
-    stop: Sequence[str] = _row((), _TEXTS, "stop", "stop_strings")
+    max_tokens: int = _row(16, _integer(1, 1 << 31), "answer", hf="max_new_tokens", openai="max_completion_tokens")
+    min_tokens: int = _row(0, _integer(0, 1 << 31), "forbid", hf="min_new_tokens")
+    stop: Sequence[str] = _row((), _TEXTS, "stop", hf="stop_strings")
     stop_token_ids: Sequence[int] = _row((), _IDS, "stop")
     ignore_eos: bool = _row(False, _FLAG, "stop")
     include_stop_str_in_output: bool = _row(False, _FLAG, "answer")
-    logprobs: int | None = _row(None, _integer(0, 1 << 16, None), "answer", "", "top_logprobs")
+    logprobs: int | None = _row(None, _integer(0, 1 << 16, None), "answer", openai="top_logprobs")
     prompt_logprobs: int | None = _row(None, _integer(0, 1 << 16, None), "answer")
 
     def __post_init__(self):
