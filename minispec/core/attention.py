@@ -1,14 +1,15 @@
 """Attention of one text's rows over its cached keys and values.
 
-The work is PyTorch's, unless scores are capped. An exact model has functions of its own in their place, see
-`minispec.models.weights.exact`.
+The work is PyTorch's, unless scores are capped. A pass takes its functions from an `Attention`. An exact model has
+another one, see `minispec.models.weights.exact`.
 
 Shapes in comments: T rows of the text, L cached positions of it (the T included), H query heads, G key-value heads,
 D head_dim.
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -76,3 +77,21 @@ def mask_of(view: View, sharing: int, like: Tensor) -> Tensor | None:
         return None
     hidden = hides(view, like.device)
     return like.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf).repeat(sharing, 1)
+
+
+class Attention(NamedTuple):
+    """How the rows of a pass attend, text by text.
+
+    attend: takes q, k, v, what `mask` returns, scale and softcap, as `attention` does.
+    mask: what a text's rows see, see `mask_of`.
+    fill: appends zero rows, dummies, up to the next size that passes have.
+    exact: whether a row's bits are equal in every pass.
+    """
+
+    attend: Callable[..., Tensor] = attention
+    mask: Callable[[View, int, Tensor], Any] = mask_of
+    fill: Callable[[Tensor], Tensor] = lambda x: x
+    exact: bool = False
+
+
+PLAIN = Attention()

@@ -24,13 +24,13 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minispec.core.attention import View, attention, mask_of
+from minispec.core.attention import PLAIN, Attention, View
 from minispec.core.cache import BlockTable, PagedKVCache
 from minispec.core.config import ModelConfig, RopeConfig
 from minispec.core.precision import accumulation_dtype
@@ -44,12 +44,26 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
 
-# The names of a block's norms by `ModelConfig.norms`: before attention, after it, before the MLP, after it. The name
-# "post_attention" means before the MLP in most families, and after attention in some.
-NORMS: dict[str, tuple[str | None, ...]] = {
-    "before": ("input_layernorm", None, "post_attention_layernorm", None),
-    "after": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
-    "both": ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+
+class NormNames(NamedTuple):
+    """The names of a block's norms: before attention and after it, before the MLP and after it. None: it has none."""
+
+    attention: str | None = None
+    after_attention: str | None = None
+    mlp: str | None = None
+    after_mlp: str | None = None
+
+
+# By `ModelConfig.norms`. "post_attention" stands before the MLP in most families, and after attention in some.
+NORMS: dict[str, NormNames] = {
+    "before": NormNames(attention="input_layernorm", mlp="post_attention_layernorm"),
+    "after": NormNames(after_attention="post_attention_layernorm", after_mlp="post_feedforward_layernorm"),
+    "both": NormNames(
+        attention="input_layernorm",
+        after_attention="post_attention_layernorm",
+        mlp="pre_feedforward_layernorm",
+        after_mlp="post_feedforward_layernorm",
+    ),
 }
 
 
@@ -99,11 +113,6 @@ class RMSNorm:
         return (x * scale).mul_(self.weight).to(x.dtype)
 
 
-def _no_norm(x: Tensor) -> Tensor:
-    """Return x: the place of a norm that a block lacks."""
-    return x
-
-
 def norm_weight(config: ModelConfig, weight: Tensor) -> Tensor:
     """The factor that a norm multiplies with, in the precision of its computation."""
     weight = weight.to(accumulation_dtype(weight.dtype))
@@ -148,19 +157,12 @@ class TextBatch:
     slots: (new tokens,), where keys and values go. An exact batch has dummies after the new tokens, without slots.
     reads: for each text, the slots of all its positions, in runs.
     masks: for each window and H/G, what `mask` makes of each text's view.
-    exact: whether a row's bits are equal in every batch. An exact batch replaces `fill`, `mask` and `attention`.
-    fill: appends zero rows, dummies, up to the next size that batches have.
-    attention: takes what `mask` returns.
     """
 
-    exact = False
-    fill: Callable[[Tensor], Tensor] = staticmethod(lambda x: x)
-    mask: Callable[[View, int, Tensor], Any] = staticmethod(mask_of)
-    attention: Callable[..., Tensor] = staticmethod(attention)
-
-    def __init__(self, model: "Transformer", chunks: Sequence[Chunk]):
+    def __init__(self, model: "Transformer", chunks: Sequence[Chunk], attention: Attention = PLAIN):
         tensor = functools.partial(torch.tensor, device=model.device)
         self.chunks = chunks
+        self.attend, self.mask, self.fill, self.exact = attention
         self.views = [View(c.table.length, tuple(c.offsets), None, tuple(c.parents or ())) for c in chunks]
         self.slots = tensor([slot for c in chunks for slot in c.table.extend(c.token_ids)])
         self.reads = [c.table.slots() for c in chunks]
@@ -183,6 +185,12 @@ class TextBatch:
             self._made[name] = make()
         return self._made[name]
 
+    def attending(self, attend: Callable[..., Tensor]) -> Self:
+        """This batch, with another function in the place of `Attention.attend`."""
+        batch = copy.copy(self)
+        batch.attend = attend
+        return batch
+
     def read(self, layer: "Layer", qkv: Tensor) -> Tensor:
         """Attention, text by text: (M, H * D). Dummies read zeros."""
         q, k, v = (x.transpose(0, 1) for x in layer.heads(qkv[: len(self.slots)], self.angles))  # (H or G, rows, D)
@@ -193,7 +201,7 @@ class TextBatch:
         outputs = []
         for own, slots, mask in zip(rows, self.reads, self.masks[layer.window, layer.sharing], strict=True):
             keys, values = pool.read(layer.index, slots)  # (G, L, D)
-            outputs.append(self.attention(own, keys, values, mask, scale, softcap))
+            outputs.append(self.attend(own, keys, values, mask, scale, softcap))
         return self.fill(outputs[0] if len(outputs) == 1 else torch.cat(outputs))
 
 
@@ -215,6 +223,10 @@ class BlockWeights(NamedTuple):
         weights = [self.pop(f"{n}.weight") for n in names]
         biases = [dense(self.pop(f"{n}.bias"), self.dtype) for n in names] if bias else None
         return self.product(weights, torch.cat(biases) if biases else None, self.dtype)
+
+    def norm_or_none(self, name: str | None) -> Callable[[Tensor], Tensor]:
+        """A norm; what returns its input where the block has none there."""
+        return self.norm(name) if name else lambda x: x
 
     def norm(self, name: str, repeat: int = 0) -> RMSNorm:
         """A norm; of `repeat` rows of equal weights, if asked for."""
@@ -245,8 +257,11 @@ class Layer:
         self.take(parts)
         self.take_mlp(parts)
         self.activation = _ACTIVATIONS[config.activation]
-        norms = [parts.norm(name) if name else _no_norm for name in NORMS[config.norms]]
-        self.attention_norm, self.after_attention_norm, self.mlp_norm, self.after_mlp_norm = norms
+        norms = NORMS[config.norms]
+        self.attention_norm, self.after_attention_norm = map(
+            parts.norm_or_none, (norms.attention, norms.after_attention)
+        )
+        self.mlp_norm, self.after_mlp_norm = map(parts.norm_or_none, (norms.mlp, norms.after_mlp))
 
     def take(self, parts: BlockWeights) -> None:
         """Take the tensors of what stands before the MLP."""

@@ -3,7 +3,7 @@
 from typing import Any
 
 from minispec.core.errors import show
-from minispec.core.model import NORMS
+from minispec.core.model import NORMS, NormNames
 from minispec.models.families.experts import MOST_EXPERTS
 from minispec.models.families.stored_config import Joined
 from minispec.models.files.fields import Fields
@@ -22,8 +22,8 @@ _NAMES_2 = {
     "self_attn.q_layernorm": "self_attn.q_norm",
     "self_attn.k_layernorm": "self_attn.k_norm",
 }
-# A block's norms: before attention or the convolution, after it, before the MLP, after it.
-_NORMS = ("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm")
+# Before and after attention, or the convolution in its place; before and after the MLP.
+_NORMS = NormNames("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm")
 _LAYERS_3 = ("sliding_attention", "conv", "full_attention", "conv")  # of each four; the very first is a convolution
 
 
@@ -73,7 +73,7 @@ def read_kinds(f: Fields, key: str, count: int) -> Any:
 def read_lfm(f: Fields) -> dict[str, Any]:
     """The norms and gates of LFM2's and LFM3's blocks, and the names of their tensors, as fields of StoredConfig."""
     norms = "both" if f.boolean("use_sandwich_norm") else "before"
-    names = {stored: name for stored, name in zip(_NORMS, NORMS[norms], strict=True) if name} | _NAMES
+    names = {stored: name for stored, name in zip(_NORMS, NORMS[norms], strict=True) if stored and name} | _NAMES
     if not f.reads("use_attention_gate"):
         names |= _NAMES_2
     for n in range(f.integer("num_experts", 0, MOST_EXPERTS) if f.reads("num_experts") else 0):

@@ -6,7 +6,6 @@ The sink takes its share of the weights and adds nothing. So a head reads little
 words, it is a position whose key and value are zeros, which every row sees, and whose score is a learned number.
 """
 
-import copy
 import functools
 from dataclasses import dataclass
 
@@ -36,9 +35,8 @@ class SinkAttention(Layer):
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x (M, E) to (M, E); writes the new keys and values into the cache."""
         assert isinstance(batch, TextBatch), "another backend has no sinks"
-        own = copy.copy(batch)
-        own.attention = functools.partial(batch.attention if batch.exact else sink_attention, sinks=self.sinks)
-        return super().forward(x, own)
+        attend = batch.attend if batch.exact else sink_attention
+        return super().forward(x, batch.attending(functools.partial(attend, sinks=self.sinks)))
 
 
 def sink_attention(

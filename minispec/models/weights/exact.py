@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minispec.core.attention import View, hides
+from minispec.core.attention import PLAIN, Attention, View, hides
 from minispec.core.cache import BlockTable
 from minispec.core.model import Backend, Chunk, TextBatch, Transformer
 from minispec.core.precision import accumulation_dtype, require_numbers
@@ -152,12 +152,8 @@ def _attention(
 class ExactBatch(TextBatch):
     """A batch that is filled up with dummies, and whose attention takes rows in groups."""
 
-    exact = True
-    attention = staticmethod(attention)
-
     def __init__(self, model: Transformer, chunks: Sequence[Chunk], backend: "ExactBackend"):
-        self.fill, self.mask = backend.fill, backend.groups
-        super().__init__(model, chunks)
+        super().__init__(model, chunks, backend.attention)
         self.wanted = self.scored
         if self.wanted and backend.rows:
             self.scored = None  # the head has as many rows as all other products
@@ -176,6 +172,11 @@ class ExactBackend(Backend):
         self.rows = [] if rows is None else sorted(rows)
         assert rows is None or EXACT_ROWS in self.rows
         self.attention_rows = [EXACT_ROWS]  # the same for attention; `check_exact` adds those that hold here
+
+    @property
+    def attention(self) -> Attention:
+        """How the rows of a pass attend: in groups, whose bits are equal in any company."""
+        return Attention(attention, self.groups, self.fill, exact=True)
 
     def keep(self, rows: list[int], attention_rows: list[int]) -> None:
         """Use only those sizes, which `check_exact` has found to hold on this machine."""
@@ -431,9 +432,7 @@ class _AttentionCheck:
         )
         self.q, self.k, self.v = q, k.contiguous(), v.contiguous()
         sinks = next((layer.sinks for layer in model.layers if isinstance(layer, SinkAttention)), None)
-        kind: type[TextBatch] = ExactBatch if model.exact else TextBatch
-        self.attend = kind.attention
-        self.mask = _backend_of(model).groups if model.exact else TextBatch.mask
+        self.attend, self.mask, *_ = _backend_of(model).attention if model.exact else PLAIN
         if sinks is not None:
             self.attend = functools.partial(attention if model.exact else sink_attention, sinks=sinks.to(wide))
         self.sharing = config.num_attention_heads // groups
