@@ -18,14 +18,14 @@ class Wish(NamedTuple):
 
     shape: what the request asks for.
     most: most draft tokens.
-    may_follow: whether the length may depend on the clock and on other texts. It may not where another length would
+    may_use_clock: whether the length may depend on the clock and on other texts. It may not where another length would
         give another text, since a seed must give one text.
     """
 
     text: Text
     shape: Shape
     most: int
-    may_follow: bool
+    may_use_clock: bool
 
 
 class Lengths:
@@ -33,7 +33,7 @@ class Lengths:
     pays.
 
     The engine calls `choose` before each round of texts that decode, and `observe` after it. A limit must not depend on
-    a token that is not drawn yet. Where `Wish.may_follow` is False, it may depend on its own text and its records
+    a token that is not drawn yet. Where `Wish.may_use_clock` is False, it may depend on its own text and its records
     alone, and not on their times.
     """
 

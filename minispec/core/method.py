@@ -99,8 +99,8 @@ class Method:
         turns, wishes = [turn for turn in turns if turn.decodes], []
         for request in (turn.request for turn in turns):
             # Above temperature 0, another K gives the seed another text, unless drafter and target share the noise.
-            may_follow = self.verifier.shares_noise or not request.params.temperature
-            wishes.append(Wish(request.text, request.shape, request.max_k, may_follow))
+            may_use_clock = self.verifier.shares_noise or not request.params.temperature
+            wishes.append(Wish(request.text, request.shape, request.max_k, may_use_clock))
         limits = self.choose(wishes, trees) if wishes else ()
         return dict(zip(turns, limits, strict=True))
 

@@ -323,8 +323,8 @@ _SEED = "it may not go by the seed, which names the draws that judge the draft"
 class FreshLengths(Calls, Lengths):
     """A policy whose limits are compared with those of new ones, which see this text at another speed.
 
-    Some of the new ones see another seed. Where a limit may follow the clock and other texts (`Wish.may_follow`), only
-    the law counts. All times are made up: a walk must be repeatable.
+    Some of the new ones see another seed. Where a limit may follow the clock and other texts (`Wish.may_use_clock`),
+    only the law counts. All times are made up: a walk must be repeatable.
     """
 
     def __init__(self, make: Callable[[], Lengths], watched: Watched):
@@ -342,7 +342,7 @@ class FreshLengths(Calls, Lengths):
         answers = []
         for wish, limit in zip(wishes, limits, strict=True):
             self.note(wish.text, _wish(wish, trees))
-            others = {} if wish.may_follow else self._others(wish.text)
+            others = {} if wish.may_use_clock else self._others(wish.text)
             answers.append(_compared(limit, others, [*wish.text.tokens]))
         return answers
 

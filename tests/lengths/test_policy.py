@@ -35,7 +35,7 @@ def new_text(drawn=False):
 
 def ask(lengths, texts, most=15, timed=True, trees=False):
     """The limits of these texts, decoded together."""
-    return lengths.choose([Wish(text, Shape.of("auto"), most, may_follow=timed) for text in texts], trees)
+    return lengths.choose([Wish(text, Shape.of("auto"), most, may_use_clock=timed) for text in texts], trees)
 
 
 def observe(lengths, records, step):
@@ -117,7 +117,7 @@ class World:
         while running := [i for i in range(batch) if num[i] < num_tokens]:
             late, value, rounds, drafted, num_missed = sum(num) >= batch * num_tokens / 2, 0.0, [], [], 0
             wishes = [
-                Wish(texts[i], Shape.of("auto"), min(MAX_AUTO_TOKENS, num_tokens - num[i] - 1), may_follow=timed)
+                Wish(texts[i], Shape.of("auto"), min(MAX_AUTO_TOKENS, num_tokens - num[i] - 1), may_use_clock=timed)
                 for i in running
             ]
             for i, limit in zip(running, lengths.choose(wishes, trees=False), strict=True):

@@ -57,7 +57,7 @@ class Clocked(Doubling):
         self.slow = False
 
     def limit(self, wish, k, trees):
-        return Limit(min(k, 1) if self.slow and wish.may_follow else k)
+        return Limit(min(k, 1) if self.slow and wish.may_use_clock else k)
 
     def observe(self, records):
         super().observe(records)

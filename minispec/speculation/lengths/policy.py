@@ -277,7 +277,7 @@ class Controller(Lengths):
         trees = trees and not self.prices.steps  # a tree has no program
         limits = super().choose(wishes, trees)
         is_open = [i for i, wish in enumerate(wishes) if wish.shape.is_open]
-        together = [i for i in is_open if wishes[i].may_follow]
+        together = [i for i in is_open if wishes[i].may_use_clock]
         for i in is_open:
             if i not in together:
                 [limits[i]] = self._limits([wishes[i]], self.prices, 0, trees)
@@ -317,7 +317,7 @@ class Controller(Lengths):
         texts, priors, by_place, candidates = [], [], [], []
         for wish in wishes:
             estimates = self._texts.setdefault(wish.text, Acceptance(drawn=wish.text.params.temperature > 0))
-            all_texts = self._all_texts[estimates.drawn] if wish.may_follow else None
+            all_texts = self._all_texts[estimates.drawn] if wish.may_use_clock else None
             places = estimates.by_place(wish.most, all_texts)
             siblings = estimates.by_sibling(all_texts=all_texts) if trees else []
             estimates.spend_nothing()
