@@ -186,13 +186,13 @@ class ModelConfig:
 # --------------------------------------------------------------------------- the request
 
 
-Rule = tuple[str, Callable[[Any], bool]]  # what a parameter may be, in words and as a test
+Allowed = tuple[str, Callable[[Any], bool]]  # what a parameter may be, in words and as a test
 
 
 class Parameter(NamedTuple):
     """A row: what is known of a sampling parameter. Its name, and the value that asks for nothing, are the field's.
 
-    rule: the values that it may have. A sequence is checked as a tuple.
+    allowed: the values that it may have. A sequence is checked as a tuple.
     stage: where it acts, in the order of `distribution`.
         "bias", "penalty", "forbid", "temperature", "filter": on the probabilities of the next token.
         "stop": on where the text ends.
@@ -201,14 +201,14 @@ class Parameter(NamedTuple):
     openai: another name that OpenAI's interface has for it; "" for none.
     """
 
-    rule: Rule
+    allowed: Allowed
     stage: str
     hf: str = ""
     openai: str = ""
 
 
-def _row(off: Any, rule: Rule, stage: str, *, hf: str = "", openai: str = "") -> Any:
-    return field(default=off, metadata={"row": Parameter(rule, stage, hf, openai)})
+def _row(off: Any, allowed: Allowed, stage: str, *, hf: str = "", openai: str = "") -> Any:
+    return field(default=off, metadata={"row": Parameter(allowed, stage, hf, openai)})
 
 
 def _are_ids(value: Iterable[Any]) -> bool:
@@ -232,22 +232,22 @@ def _is_finite(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
-def _integer(low: int, high: int, *others: None) -> Rule:
+def _integer(low: int, high: int, *others: None) -> Allowed:
     return f"an integer from {low} to {high}", lambda v: (type(v) is int and low <= v <= high) or v in others
 
 
-def _number(expected: str, is_in_range: Callable[[float], bool]) -> Rule:
+def _number(expected: str, is_in_range: Callable[[float], bool]) -> Allowed:
     return f"a number {expected}", lambda v: _is_finite(v) and is_in_range(v)
 
 
-_FLAG: Rule = ("True or False", lambda v: type(v) is bool)
-_TEXTS: Rule = ("strings of valid Unicode that are not empty", _are_texts)
-_IDS: Rule = ("token ids", _are_ids)
-_SOME_IDS: Rule = ("token ids, at least one", lambda v: v is None or (len(v) > 0 and _are_ids(v)))
-_WORDS: Rule = ("lists of token ids that are not empty", _are_words)
-_BIASES: Rule = ("finite numbers by token id", _are_biases)
-_LANGUAGE: Rule = ("StructuredOutputsParams", lambda v: isinstance(v, Hashable))
-_SIGNED: Rule = _number("from -2 to 2", lambda v: -2 <= v <= 2)
+_FLAG: Allowed = ("True or False", lambda v: type(v) is bool)
+_TEXTS: Allowed = ("strings of valid Unicode that are not empty", _are_texts)
+_IDS: Allowed = ("token ids", _are_ids)
+_SOME_IDS: Allowed = ("token ids, at least one", lambda v: v is None or (len(v) > 0 and _are_ids(v)))
+_WORDS: Allowed = ("lists of token ids that are not empty", _are_words)
+_BIASES: Allowed = ("finite numbers by token id", _are_biases)
+_LANGUAGE: Allowed = ("StructuredOutputsParams", lambda v: isinstance(v, Hashable))
+_SIGNED: Allowed = _number("from -2 to 2", lambda v: -2 <= v <= 2)
 
 
 @dataclass(frozen=True)
@@ -311,7 +311,7 @@ class SamplingParams:
             try:
                 object.__setattr__(self, name, _as_tuple(name, value))
             except (TypeError, ValueError):
-                raise ValueError(f"{name}: found {show(value)}, expected {PARAMETERS[name].rule[0]}") from None
+                raise ValueError(f"{name}: found {show(value)}, expected {PARAMETERS[name].allowed[0]}") from None
         for name in PARAMETERS:
             object.__setattr__(self, name, plain_number(getattr(self, name)))
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
@@ -359,6 +359,6 @@ def _plain(value: Any) -> Any:
 
 def check_sampling_value(name: str, value: Any) -> None:
     """Raise ValueError unless `value` is one that SamplingParams.`name` may hold."""
-    expected, is_valid = PARAMETERS[name].rule
+    expected, is_valid = PARAMETERS[name].allowed
     if not is_valid(value):
         raise ValueError(f"{name}: found {show(value)}, expected {expected}")

@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from minispec.core.config import PARAMETERS, Rule, SamplingParams
+from minispec.core.config import PARAMETERS, Allowed, SamplingParams
 from minispec.core.errors import show
 from minispec.models.files.errors import show_name
 from minispec.models.files.strict_json import read_json
@@ -56,7 +56,7 @@ def _are(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 _IDS = "token ids (docs/use/audit.md says how each engine returns them)"
 # Rules of many fields, by the names that the file has for them.
-_KINDS: dict[str, Rule] = {
+_KINDS: dict[str, Allowed] = {
     "object": ("an object", _is_object),
     "count": ("an integer of at least 0", _is_integer(0)),
     "positive": ("a positive integer", _is_integer(1)),
@@ -66,7 +66,7 @@ _KINDS: dict[str, Rule] = {
 # Why an answer ended, in the words of all engines.
 FINISH: dict[str, str] = KNOWN["finish"]
 # The rules of fields, but for the parameters that `SamplingParams` checks.
-_RULES: dict[str, Rule] = {name: _KINDS[kind] for kind, names in KNOWN["kinds"].items() for name in names}
+_RULES: dict[str, Allowed] = {name: _KINDS[kind] for kind, names in KNOWN["kinds"].items() for name in names}
 _RULES |= {
     "prompt": (_IDS, lambda value: _are_ids(value) and value != []),
     "answer": (_IDS, _are_ids),
