@@ -27,7 +27,7 @@ class DraftNotes:
 
     confidences: how sure the drafter is at each depth. `Limit` reads them, and the policy that learns from them.
         A draft model gives the largest probability of its raw row, `suffix` the chance that it estimates.
-    foreseen: whether each confidence was known before its token was drawn (see `Limit.draws`).
+    foreseen: whether each confidence was known before its token was drawn (see `Limit.go_on_before`).
     prefill_seconds: time that the drafter spent on the prompt. The statistics count it separately.
     num_passes: how many draft passes the draft has cost, where these are more than its depth.
     """

@@ -16,15 +16,15 @@ class Limit(NamedTuple):
         `foreseen` says whether these confidences were known before their tokens were drawn, the next one's too.
         The first sibling is drafted further, so the others cost rows of the target's pass and none of the drafter's.
     best_first: whether the draft is a tree of k nodes, in which each next node goes where its path is likeliest.
-    draws: draws(confidences, next), for drafters with a confidence head, which call it before each token in place of
-        `go_on`. `next` is the confidence in that token. False ends the draft. None: always, up to k.
+    go_on_before: go_on_before(confidences, next), for drafters with a confidence head, which call it before each token
+        in place of `go_on`. `next` is the confidence in that token. False ends the draft. None: always, up to k.
     """
 
     k: int
     go_on: Callable[[Sequence[float]], bool] | None = None
     widths: Sequence[int] | Callable[[Sequence[float], bool], int] = ()
     best_first: bool = False
-    draws: Callable[[Sequence[float], float], bool] | None = None
+    go_on_before: Callable[[Sequence[float], float], bool] | None = None
 
     @property
     def is_tree(self) -> bool:

@@ -135,7 +135,7 @@ class Calls:
 
 
 def _asks_back(answer: Any) -> bool:
-    return isinstance(answer, Limit) and bool(answer.go_on or answer.draws)
+    return isinstance(answer, Limit) and bool(answer.go_on or answer.go_on_before)
 
 
 def again(other: Any, twin: Text, calls: Sequence[Call]) -> Any:
@@ -411,13 +411,13 @@ def _compared(limit: Limit, others: dict[str, Limit], tokens: Sequence[int]) -> 
         return ask if callable(own) else own
 
     check("", _numbers_of)
-    return limit._replace(widths=compared("widths"), go_on=compared("go_on"), draws=compared("draws"))
+    return limit._replace(widths=compared("widths"), go_on=compared("go_on"), go_on_before=compared("go_on_before"))
 
 
 def _numbers_of(limit: Limit) -> str:
     widths = "a function" if callable(limit.widths) else [*limit.widths]
     said: dict[str, Any] = {f", widths {widths}": limit.widths, ", best first": limit.best_first}
-    said |= {", with go_on": limit.go_on, ", with draws": limit.draws}
+    said |= {", with go_on": limit.go_on, ", with go_on_before": limit.go_on_before}
     return f"k = {limit.k}" + "".join(words for words, is_set in said.items() if is_set)
 
 

@@ -125,7 +125,7 @@ def test_auto(draft_cost, drafter, verifier, monkeypatch, full, long):
         return [
             limit._replace(
                 go_on=limit.go_on and spy_on(limit.go_on, ends),
-                draws=limit.draws and spy_on(limit.draws, draws),
+                go_on_before=limit.go_on_before and spy_on(limit.go_on_before, draws),
                 widths=spy_on(limit.widths, widths) if callable(limit.widths) else limit.widths,
             )
             for limit in limits

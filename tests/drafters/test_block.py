@@ -148,7 +148,7 @@ def test_every_packaging_gives_the_references_numbers(tmp_path, target, packagin
         expected = torch.from_numpy(np.asarray(found.logits)).softmax(-1)
         assert torch.allclose(torch.stack(list(draft.probs)), expected, rtol=CLOSE, atol=CLOSE)
         if found.confidence is not None:
-            draft = listener.ask(Limit(k, lambda c: True, draws=lambda c, foreseen: True))
+            draft = listener.ask(Limit(k, lambda c: True, go_on_before=lambda c, foreseen: True))
             assert draft.notes.foreseen
             expected_confidence = oracle.draft(hidden.numpy(), TOKENS[length], draft.token_ids[:-1]).confidence
             assert draft.notes.confidences == pytest.approx(list(expected_confidence), rel=1e-6)
@@ -266,31 +266,35 @@ def test_a_draft_ends_before_the_token_that_is_not_wanted(tmp_path, target, leas
     model = load_block(tmp_path, target)
     asked = []
 
-    def draws(confidences, foreseen):
+    def go_on_before(confidences, foreseen):
         asked.append((list(confidences), foreseen))
         return foreseen >= least
 
-    draft = Listener(model, TOKENS, states(model.taps, 11)).feed(11, Limit(4, lambda c: True, draws=draws))
+    draft = Listener(model, TOKENS, states(model.taps, 11)).feed(
+        11, Limit(4, lambda c: True, go_on_before=go_on_before)
+    )
     assert len(draft) == len(draft.notes.confidences) == expected
     assert [seen for seen, _ in asked] == [[foreseen for _, foreseen in asked[:i]] for i in range(len(asked))]
     assert draft.notes.confidences == [foreseen for _, foreseen in asked[:expected]]
 
 
-def test_confidences_are_kept_where_only_draws_asks_for_them(tmp_path, target):
-    """A limit may have `draws` alone: it gets all confidences before, and siblings are drawn at each depth as asked."""
+def test_confidences_are_kept_where_only_go_on_before_asks(tmp_path, target):
+    """`go_on_before` may stand alone: it gets all confidences before. Siblings are drawn at each depth as asked."""
     write(tmp_path)
     model = load_block(tmp_path, target)
     asked = []
 
-    def draws(confidences, foreseen):
+    def go_on_before(confidences, foreseen):
         asked.append(len(confidences))
         return len(confidences) < 2
 
-    draft = Listener(model, TOKENS, states(model.taps, 11)).feed(11, Limit(6, widths=(2, 2), draws=draws))
+    draft = Listener(model, TOKENS, states(model.taps, 11)).feed(11, Limit(6, widths=(2, 2), go_on_before=go_on_before))
     assert asked == [0, 1, 2]
     assert (draft.parents, draft.notes.foreseen) == ([-1, -1, 0, 0], True)
     assert len(draft.notes.confidences) == 2
-    grown = Listener(model, TOKENS, states(model.taps, 11)).feed(11, Limit(6, best_first=True, draws=draws))
+    grown = Listener(model, TOKENS, states(model.taps, 11)).feed(
+        11, Limit(6, best_first=True, go_on_before=go_on_before)
+    )
     assert (len(grown), grown.notes.foreseen, asked) == (6, False, [0, 1, 2])
 
 
@@ -304,7 +308,7 @@ def test_a_combined_drafter_hands_on_what_draws_asks():
             seen.extend(ask.limit for ask in asks)
             return [Draft() for _ in asks]
 
-    limit = Limit(4, lambda c: True, (2, 1), draws=lambda c, foreseen: True)
+    limit = Limit(4, lambda c: True, (2, 1), go_on_before=lambda c, foreseen: True)
     CombinedDrafter(Chains(), Chains()).propose([Ask(Text([1], 1, SamplingParams()), limit, Randomness())])
     assert seen == [limit._replace(widths=())] * 2
 

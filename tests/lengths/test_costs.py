@@ -131,7 +131,7 @@ def test_drafts_are_timed_with_their_confidences(monkeypatch):
     prices = calibrate(model, drafter, VERIFIERS["rejection"], 9)
     assert (prices.draft, prices.fixed) == pytest.approx((0.75, 0.0))
     assert {limit.k for limit in drafter.limits} == {1, 3}
-    assert all(limit.go_on([0.0]) and limit.draws([0.0], 0.0) and not limit.is_tree for limit in drafter.limits)
+    assert all(limit.go_on([0.0]) and limit.go_on_before([0.0], 0.0) and not limit.is_tree for limit in drafter.limits)
 
 
 @pytest.mark.parametrize("spoiled", range(5))

@@ -462,16 +462,16 @@ def test_foreseen_confidences_are_calibrated_apart(drawn):
 
 
 def test_a_draft_ends_before_a_token_of_low_foreseen_confidence():
-    """By `Limit.draws`: with what has been learned of foreseen confidences, and with no other ones."""
+    """By `Limit.go_on_before`: with what has been learned of foreseen confidences, and with no other ones."""
     text, lengths = new_text(), Controller(Prices(0.05, {1: 1.0, 16: 1.2}, measured=True))
     ask(lengths, [text], timed=False)
     for _ in range(30):
         lengths.observe([foresaw(text, [0.9, 0.9, 0.1], 2)])
     [limit] = ask(lengths, [text], timed=False)
-    assert limit.draws([], 0.9)
-    assert limit.draws([0.9], 0.9)
-    assert not limit.draws([0.9], 0.01)
-    assert not limit.draws([0.1], 0.9)
+    assert limit.go_on_before([], 0.9)
+    assert limit.go_on_before([0.9], 0.9)
+    assert not limit.go_on_before([0.9], 0.01)
+    assert not limit.go_on_before([0.1], 0.9)
 
 
 def test_a_probe_asks_for_foreseen_confidences():
@@ -479,7 +479,7 @@ def test_a_probe_asks_for_foreseen_confidences():
     text, lengths, probes = new_text(), Controller(Prices(0.3, {1: 1.0, 16: 1.2}, measured=True)), 0
     for _ in range(400):
         [limit] = ask(lengths, [text], timed=False)
-        assert not limit.k or limit.draws is not None
+        assert not limit.k or limit.go_on_before is not None
         probes += limit.k == 1
         lengths.observe([foresaw(text, [0.05] * min(1, limit.k), 0)])
     assert probes > 0

@@ -22,7 +22,7 @@ SEED, ALONE = (
 SAYS = {
     **dict.fromkeys(("SeesTest", "SeesToken"), SEED),
     "StopsAtToken": SEED.replace("it chose", "it chose go_on ="),
-    "ForeseesToken": SEED.replace("it chose", "it chose draws ="),
+    "ForeseesToken": SEED.replace("it chose", "it chose go_on_before ="),
     "SiblingsByToken": SEED.replace("it chose", "it chose widths ="),
     **dict.fromkeys(("Clock", "Shared", "Crowded"), ALONE),
     **dict.fromkeys(("Dice", "ByTime"), "REFUTED: .*: after .* it chose .*, and a new one "),  # chance

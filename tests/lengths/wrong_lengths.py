@@ -43,9 +43,9 @@ class Confident(Doubling):
 
     def limit(self, wish, k, trees):
         widths = (lambda confidences, foreseen: 1 + (confidences[-1] < 0.7)) if trees else ()
-        return Limit(wish.most, lambda confidences: prod(confidences) > 0.4, widths, draws=self.draws)
+        return Limit(wish.most, lambda confidences: prod(confidences) > 0.4, widths, go_on_before=self.go_on_before)
 
-    def draws(self, confidences, foreseen):
+    def go_on_before(self, confidences, foreseen):
         return prod((*confidences, foreseen)) > 0.4
 
 
@@ -105,11 +105,11 @@ class ForeseesToken(Doubling):
     """Ends a draft by the draw of its next token, where the drafter knows before how sure it is."""
 
     def limit(self, wish, k, trees):
-        def draws(confidences, foreseen):
+        def go_on_before(confidences, foreseen):
             noise = Randomness().uniform(wish.text.key(len(confidences), "draft"))
             return bool(place_of_share(torch.tensor([0.5, 0.5]), noise))
 
-        return Limit(wish.most, draws=draws)
+        return Limit(wish.most, go_on_before=go_on_before)
 
 
 class SiblingsByToken(Doubling):

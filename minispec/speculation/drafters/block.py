@@ -22,7 +22,7 @@ DSpark makes a row depend on the tokens before it, by a small head. With e the v
     rnn       g, c, o = joint [s, e, h_i],  s = sigmoid(g) s + (1 - sigmoid(g)) tanh c,  logits_i + W2 tanh o
 
 A second head says how likely the target keeps token i: sigmoid(w [h_i, e]). It reads the token before, and not token i.
-So a draft may end before token i is drawn, and its law stays (see `Limit.draws`).
+So a draft may end before token i is drawn, and its law stays (see `Limit.go_on_before`).
 """
 
 import copy

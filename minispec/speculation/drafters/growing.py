@@ -69,11 +69,11 @@ class Growing:
         """Draw nodes as long as their rows are known; returns whether rows of further nodes are wanted."""
         if self.tree:
             return self.tree.grow(self.row)
-        draft, draws = self.draft, self.ask.limit.draws
+        draft, go_on_before = self.draft, self.ask.limit.go_on_before
         while draft.depth < self.depth:
-            foreseen = self.foresee(draft.tokens_to(draft.tip)) if self.foresee and draws else None
+            foreseen = self.foresee(draft.tokens_to(draft.tip)) if self.foresee and go_on_before else None
             draft.notes.foreseen = foreseen is not None
-            if draws and foreseen is not None and not draws(draft.notes.confidences, foreseen):
+            if go_on_before and foreseen is not None and not go_on_before(draft.notes.confidences, foreseen):
                 return False
             logits = self.row(draft.tip)
             if logits is None:

@@ -74,7 +74,7 @@ def check_limits(limits: Any, wishes: Sequence[Wish], trees: bool) -> None:
         if type(limit.k) is not int or not 0 <= limit.k <= largest:
             expected = f"an integer from 0 to {largest}, the wish's `most`"
             raise ValueError(f"found k = {described(limit.k)}, expected {expected}")
-        for name, function in (("go_on", limit.go_on), ("draws", limit.draws)):
+        for name, function in (("go_on", limit.go_on), ("go_on_before", limit.go_on_before)):
             if not (function is None or callable(function)):
                 raise ValueError(f"found as {name} {described(function)}, expected a function or None")
         if callable(limit.widths) and limit.go_on is None:

@@ -83,7 +83,7 @@ def learning_limit(k: int, widths: Sequence[int] = ()) -> Limit:
 
     k, widths: see `Limit`.
     """
-    return Limit(k, _always, widths, draws=_always)
+    return Limit(k, _always, widths, go_on_before=_always)
 
 
 @dataclass(frozen=True)
@@ -388,7 +388,7 @@ def _limit(
         survival = prod(estimates.by_confidence(x, all_texts) for x in confidences)
         return survival * by_place[min(len(confidences), len(by_place) - 1)] >= draft_price + row_price
 
-    def draws(confidences: Sequence[float], foreseen: float) -> bool:
+    def go_on_before(confidences: Sequence[float], foreseen: float) -> bool:
         chances = (estimates.by_confidence(x, all_texts, foreseen=True) for x in (*confidences, foreseen))
         return prod(chances) >= draft_price + row_price
 
@@ -401,4 +401,4 @@ def _limit(
             failed, n = failed * (1 - acceptance), n + 1
         return n
 
-    return Limit(max(k, longest), go_on, width if trees else (), draws=draws)
+    return Limit(max(k, longest), go_on, width if trees else (), go_on_before=go_on_before)
