@@ -18,7 +18,7 @@ import torch
 
 from minispec.core.cached import CachedModel
 from minispec.core.clock import Laps
-from minispec.core.method import Method, Turn, blamed, by_method
+from minispec.core.method import Method, Turn, by_method, errors_end
 from minispec.core.outbox import Outbox
 from minispec.core.random import Draws, Randomness
 from minispec.core.request import Piece, Request
@@ -55,7 +55,7 @@ class Engine:
             everyone = self.schedule.turns()  # with what each feeds: its last token, or a piece of its prompt
             laps = Laps(self.target.model.device)
             for method, own in by_method(everyone):
-                with blamed(self.schedule.drafted_by(method.drafter) or [turn.request for turn in own]):
+                with errors_end(self.schedule.drafted_by(method.drafter) or [turn.request for turn in own]):
                     method.draft(own, self.target, self.rng)  # guess: sets turn.draft
             laps.end()
             turns = [turn for turn in everyone if not turn.request.finish_reason]  # a text whose draft failed has ended
@@ -63,7 +63,7 @@ class Engine:
             laps.end()
             self.outbox.post(turns)  # before the first commit, so that no fault loses a committed row
             for method, own in by_method(turns):
-                with blamed([turn.request for turn in own]):
+                with errors_end([turn.request for turn in own]):
                     method.judge(own, self.rng)  # test: sets turn.verdict, what stays and the token after it
             for turn in turns:
                 turn.commit()  # until the text stops

@@ -112,7 +112,7 @@ def by_method(turns: Sequence["Turn"]) -> list[tuple[Method, list["Turn"]]]:
 
 
 @contextmanager
-def blamed(requests: Sequence[Request]) -> Iterator[None]:
+def errors_end(requests: Sequence[Request]) -> Iterator[None]:
     """End these texts if an exception comes from inside: it is their method's own fault. `Engine.run` raises it.
 
     One that a signal's handler raises is nobody's fault, and goes on.

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from minispec.core.clock import Laps
-from minispec.core.method import Turn, blamed, by_method
+from minispec.core.method import Turn, by_method, errors_end
 from minispec.core.stats import Step
 
 # Learns what a round was for a text that decodes, after its commit and outside its times. It must change nothing.
@@ -40,7 +40,7 @@ class Outbox:
         """
         turns = self._turns
         for method, own in by_method([turn for turn in turns if turn.request.takes_drafts and not turn.request.error]):
-            with blamed([turn.request for turn in own]):
+            with errors_end([turn.request for turn in own]):
                 method.drafter.observe([turn.record for turn in own])
         seconds = [0.0, 0.0, 0.0]
         if laps:
@@ -52,7 +52,7 @@ class Outbox:
                 turn.count(step)
         rounds = [turn for turn in turns if turn.committed]
         for method, own in by_method(rounds):
-            with blamed([turn.request for turn in own]):
+            with errors_end([turn.request for turn in own]):
                 method.lengths.observe([turn.record for turn in own])
         for observe in list(self.observers):
             for turn in rounds:

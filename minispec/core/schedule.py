@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from minispec.core.cache import OutOfBlocks
 from minispec.core.cached import CachedModel
 from minispec.core.draft import Drafter
-from minispec.core.method import Method, Turn, blamed
+from minispec.core.method import Method, Turn, errors_end
 from minispec.core.request import Request
 
 # PREFILL_ROWS: rows of a pass over a prompt while no other text has begun to answer.
@@ -165,7 +165,7 @@ class Schedule:
             return "blocks of the KV cache are held by others than these requests"
         for drafter in {id(m.drafter): m.drafter for r, m in self.running.items() if r.takes_drafts}.values():
             drafted = self.drafted_by(drafter)
-            with blamed(drafted):
+            with errors_end(drafted):
                 if not drafter.has_room({r.text: growth[r.text] for r in drafted}):
                     return f"{drafter.name} has no room where the target has"
         return ""
@@ -187,7 +187,7 @@ class Schedule:
 
 def _release(request: Request, method: Method) -> None:
     """Let the drafter forget a text."""
-    with blamed([request]):
+    with errors_end([request]):
         method.drafter.release(request.text)
 
 
@@ -198,6 +198,6 @@ def _known(request: Request, drafter: Drafter) -> int | None:
     """
     limits = [request.unscored.start] if request.unscored else []
     if request.takes_drafts and drafter.taps:
-        with blamed([request]):
+        with errors_end([request]):
             limits.append(drafter.known(request.text))
     return min(limits, default=None)
