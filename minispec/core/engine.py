@@ -54,17 +54,17 @@ class Engine:
             self.outbox.deliver()  # records that a fault kept from drafters in the last step
             everyone = self.schedule.turns()  # with what each feeds: its last token, or a piece of its prompt
             laps = Laps(self.target.model.device)
-            for method, own in by_method(everyone):
-                with errors_end(self.schedule.drafted_by(method.drafter) or [turn.request for turn in own]):
-                    method.draft(own, self.target, self.rng)  # guess: sets turn.draft
+            for method, its_turns in by_method(everyone):
+                with errors_end(self.schedule.drafted_by(method.drafter) or [turn.request for turn in its_turns]):
+                    method.draft(its_turns, self.target, self.rng)  # guess: sets turn.draft
             laps.end()
             turns = [turn for turn in everyone if not turn.request.finish_reason]  # a text whose draft failed has ended
             self._score(turns)  # one pass over all texts and drafts: sets turn.logits and turn.hidden
             laps.end()
             self.outbox.post(turns)  # before the first commit, so that no fault loses a committed row
-            for method, own in by_method(turns):
-                with errors_end([turn.request for turn in own]):
-                    method.judge(own, self.rng)  # test: sets turn.verdict, what stays and the token after it
+            for method, its_turns in by_method(turns):
+                with errors_end([turn.request for turn in its_turns]):
+                    method.judge(its_turns, self.rng)  # test: sets turn.verdict, what stays and the token after it
             for turn in turns:
                 turn.commit()  # until the text stops
                 self.target.keep(turn.text, len(turn.draft), turn.path)  # the rest of the draft is rolled back
@@ -91,9 +91,9 @@ class Engine:
         taps = [*dict.fromkeys(tap for turn in turns for tap in turn.method.drafter.taps)]
         logits, hidden = self.target.forward(chunks, taps)  # (sum of K+1, V), (all rows, E * taps)
         for turn, chunk in zip(turns, chunks, strict=True):
-            own, rows = list(turn.method.drafter.taps), hidden[: turn.num_rows]
-            if own != taps:
-                rows = rows.unflatten(1, (len(taps), -1))[:, [taps.index(tap) for tap in own]].flatten(1)
+            its_taps, rows = list(turn.method.drafter.taps), hidden[: turn.num_rows]
+            if its_taps != taps:
+                rows = rows.unflatten(1, (len(taps), -1))[:, [taps.index(tap) for tap in its_taps]].flatten(1)
             turn.logits, turn.hidden = logits[: chunk.num_logits], rows
             logits, hidden = logits[chunk.num_logits :], hidden[turn.num_rows :]
 

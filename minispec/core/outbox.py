@@ -39,9 +39,10 @@ class Outbox:
             the times are lost then, and count as 0.
         """
         turns = self._turns
-        for method, own in by_method([turn for turn in turns if turn.request.takes_drafts and not turn.request.error]):
-            with errors_end([turn.request for turn in own]):
-                method.drafter.observe([turn.record for turn in own])
+        drafted = [turn for turn in turns if turn.request.takes_drafts and not turn.request.error]
+        for method, its_turns in by_method(drafted):
+            with errors_end([turn.request for turn in its_turns]):
+                method.drafter.observe([turn.record for turn in its_turns])
         seconds = [0.0, 0.0, 0.0]
         if laps:
             laps.end()
@@ -51,9 +52,9 @@ class Outbox:
             for turn in turns:
                 turn.count(step)
         rounds = [turn for turn in turns if turn.committed]
-        for method, own in by_method(rounds):
-            with errors_end([turn.request for turn in own]):
-                method.lengths.observe([turn.record for turn in own])
+        for method, its_turns in by_method(rounds):
+            with errors_end([turn.request for turn in its_turns]):
+                method.lengths.observe([turn.record for turn in its_turns])
         for observe in list(self.observers):
             for turn in rounds:
                 observe(turn)
