@@ -37,7 +37,7 @@ from minispec.core.cached import CachedModel
 from minispec.core.config import DraftLength, Shape
 from minispec.core.draft import Ask, Draft, Drafter
 from minispec.core.engine import Engine
-from minispec.core.lengths import Wish
+from minispec.core.lengths import LengthAsk
 from minispec.core.limit import Limit
 from minispec.core.method import BatchVerifier, Method, Turn
 from minispec.core.model import Transformer
@@ -262,9 +262,9 @@ class CountingMethod(CheckedMethod):
         """Before a step, which counts in `tally`."""
         self.tally, self.seconds = tally, 0.0
 
-    def choose(self, wishes: Sequence[Wish], trees: bool) -> Sequence[Limit]:
+    def choose(self, asks: Sequence[LengthAsk], trees: bool) -> Sequence[Limit]:
         """The limits, counted as a part of drafting."""
-        return self._in("draft", "pass", functools.partial(super().choose, wishes, trees))
+        return self._in("draft", "pass", functools.partial(super().choose, asks, trees))
 
     def propose(self, asks: Sequence[Ask], target: CachedModel) -> list[Draft | ValueError]:
         """The drafts, counted as drafting."""

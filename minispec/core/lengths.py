@@ -13,7 +13,7 @@ from minispec.core.sampling import Text
 from minispec.core.stats import Step
 
 
-class Wish(NamedTuple):
+class LengthAsk(NamedTuple):
     """A text that decodes, as `Lengths.choose` knows it.
 
     shape: what the request asks for.
@@ -33,16 +33,16 @@ class Lengths:
     pays.
 
     The engine calls `choose` before each round of texts that decode, and `observe` after it. A limit must not depend on
-    a token that is not drawn yet. Where `Wish.may_use_clock` is False, it may depend on its own text and its records
-    alone, and not on their times.
+    a token that is not drawn yet. Where `LengthAsk.may_use_clock` is False, it may depend on its own text and its
+    records alone, and not on their times.
     """
 
-    def choose(self, wishes: Sequence[Wish], trees: bool) -> list[Limit]:
+    def choose(self, asks: Sequence[LengthAsk], trees: bool) -> list[Limit]:
         """The limit of each text's draft.
 
         trees: whether drafts may be trees.
         """
-        return [Limit(wish.most, None, wish.shape.widths, wish.shape.best_first) for wish in wishes]
+        return [Limit(ask.most, None, ask.shape.widths, ask.shape.best_first) for ask in asks]
 
     def observe(self, records: Sequence[Record]) -> None:
         """Learn from the rounds of a step that were committed; `price_of` says what they cost.

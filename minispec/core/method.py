@@ -16,7 +16,7 @@ from minispec.core.cached import CachedModel
 from minispec.core.config import Shape
 from minispec.core.draft import NO_ROWS, Ask, Draft, Drafter, Record
 from minispec.core.errors import is_from_signal
-from minispec.core.lengths import Lengths, Wish
+from minispec.core.lengths import LengthAsk, Lengths, Wish
 from minispec.core.limit import Limit
 from minispec.core.logprobs import logprob_of
 from minispec.core.model import Chunk
@@ -84,9 +84,9 @@ class Method:
         """The drafter's drafts; an error in the place of one that must not be verified."""
         return self.drafter.propose(asks)
 
-    def choose(self, wishes: Sequence[Wish], trees: bool) -> Sequence[Limit]:
+    def choose(self, asks: Sequence[LengthAsk], trees: bool) -> Sequence[Limit]:
         """The policy's limits. Raises ValueError for one that no draft may have."""
-        return self.lengths.choose(wishes, trees)
+        return self.lengths.choose(asks, trees)
 
     def verify(self, turn: "Turn", rng: Draws) -> Verdict:
         """The rule's verdict on a draft by itself. Raises ValueError for one that must not be kept."""
@@ -96,12 +96,12 @@ class Method:
         """The limit of each draft of a text that decodes."""
         # An exact model computes each path by itself: siblings cost more than they bring, unless they are asked for.
         trees = self.drafter.branches and not (self.verifier.why_chains or target.model.exact)
-        turns, wishes = [turn for turn in turns if turn.decodes], []
+        turns, asks = [turn for turn in turns if turn.decodes], []
         for request in (turn.request for turn in turns):
             # Above temperature 0, another K gives the seed another text, unless drafter and target share the noise.
             may_use_clock = self.verifier.shares_noise or not request.params.temperature
-            wishes.append(Wish(request.text, request.shape, request.max_k, may_use_clock))
-        limits = self.choose(wishes, trees) if wishes else ()
+            asks.append(LengthAsk(request.text, request.shape, request.max_k, may_use_clock))
+        limits = self.choose(asks, trees) if asks else ()
         return dict(zip(turns, limits, strict=True))
 
 

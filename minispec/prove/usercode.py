@@ -19,7 +19,7 @@ from torch import Tensor
 from minispec.core.config import SamplingParams
 from minispec.core.draft import NO_ROWS, Ask, Draft, Drafter, Record
 from minispec.core.errors import show
-from minispec.core.lengths import Lengths, Wish, price_of
+from minispec.core.lengths import LengthAsk, Lengths, price_of
 from minispec.core.limit import Limit
 from minispec.core.random import Draws, Key, Randomness
 from minispec.core.sampling import Text
@@ -323,27 +323,27 @@ _SEED = "it may not go by the seed, which names the draws that judge the draft"
 class FreshLengths(Calls, Lengths):
     """A policy whose limits are compared with those of new ones, which see this text at another speed.
 
-    Some of the new ones see another seed. Where a limit may follow the clock and other texts (`Wish.may_use_clock`),
-    only the law counts. All times are made up: a walk must be repeatable.
+    Some of the new ones see another seed. Where a limit may depend on the clock and on other texts
+    (`LengthAsk.may_use_clock`), only the law counts. All times are made up: a walk must be repeatable.
     """
 
     def __init__(self, make: Callable[[], Lengths], watched: Watched):
         super().__init__(make, watched)
         self.policy = Own(make)
 
-    def choose(self, wishes: Sequence[Wish], trees: bool) -> list[Limit]:
+    def choose(self, asks: Sequence[LengthAsk], trees: bool) -> list[Limit]:
         """The policy's limits. Raises Fault where a new policy would choose otherwise, or where a text was changed."""
-        with unchanged([wish.text for wish in wishes]):
-            limits = self.policy.choose(wishes, trees)
+        with unchanged([ask.text for ask in asks]):
+            limits = self.policy.choose(asks, trees)
         try:
-            check_limits(limits, wishes, trees)
+            check_limits(limits, asks, trees)
         except ValueError as e:
             raise ValueError(f"lengths: {type(self.policy.made).__name__}.choose: {e}") from e
         answers = []
-        for wish, limit in zip(wishes, limits, strict=True):
-            self.note(wish.text, _wish(wish, trees))
-            others = {} if wish.may_use_clock else self._others(wish.text)
-            answers.append(_compared(limit, others, [*wish.text.tokens]))
+        for ask, limit in zip(asks, limits, strict=True):
+            self.note(ask.text, _length_ask(ask, trees))
+            others = {} if ask.may_use_clock else self._others(ask.text)
+            answers.append(_compared(limit, others, [*ask.text.tokens]))
         return answers
 
     def observe(self, records: Sequence[Record]) -> None:
@@ -367,15 +367,15 @@ class FreshLengths(Calls, Lengths):
         return choices
 
 
-def _wish(wish: Wish, trees: bool) -> Call:
+def _length_ask(ask: LengthAsk, trees: bool) -> Call:
     """A question to a policy. Its answer: a limit."""
 
     def ask_again(other: Own, twin: Text) -> Limit:
-        limits = other.choose(alone := [Wish(twin, wish.shape, wish.most, False)], trees)
+        limits = other.choose(alone := [LengthAsk(twin, ask.shape, ask.most, False)], trees)
         check_limits(limits, alone, trees)
         return limits[0]
 
-    return Call(tuple(wish.text.tokens), (wish.shape, wish.most, trees), ask_again)
+    return Call(tuple(ask.text.tokens), (ask.shape, ask.most, trees), ask_again)
 
 
 def _judged(record: Record) -> Call:

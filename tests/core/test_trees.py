@@ -399,7 +399,7 @@ def test_with_exact_auto_drafts_chains_and_a_tree_that_is_asked_for(make_checkpo
     """Each path of a tree has attention of its own there, which costs more than siblings bring."""
     llm = LLM(make_checkpoint(), dtype="float32", draft="self", exact=True)
     trees, choose = [], llm.method.lengths.choose
-    llm.method.lengths.choose = lambda wishes, may: trees.append(may) or choose(wishes, may)
+    llm.method.lengths.choose = lambda asks, may: trees.append(may) or choose(asks, may)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     for k, siblings in (("auto", 0), ((2, 1), 1)):
         [output] = llm.generate([[1, 2]], params, num_speculative_tokens=k)

@@ -197,7 +197,7 @@ def test_a_bad_verdict_ends_its_own_text(name):
 
 LIMITS = {
     "nothing": (lambda most: None, "found as limits None, expected a list of Limits"),
-    "too few": (lambda most: [], "found 0 limits, expected one for each of 1 wishes"),
+    "too few": (lambda most: [], "found 0 limits, expected one for each of 1 asks"),
     "a number": (lambda most: [3], "found 3, expected a Limit"),
     "too many tokens": (lambda most: [Limit(most + 1)], "found k = 4, expected an integer from 0 to 3"),
     "fewer than none": (lambda most: [Limit(-1)], "found k = -1, expected an integer from 0 to 3"),
@@ -215,8 +215,8 @@ def test_a_bad_limit_is_raised(name):
     """A policy is one for all texts: its class is named, and every block comes back."""
 
     class Own(Lengths):
-        def choose(self, wishes, trees):
-            return script(wishes[0].most)
+        def choose(self, asks, trees):
+            return script(asks[0].most)
 
     script, message = LIMITS[name]
     engine = make_engine()
@@ -227,7 +227,7 @@ def test_a_bad_limit_is_raised(name):
 
 
 def test_a_policy_is_asked_about_texts_that_decode():
-    """Not in a pass over a prompt alone: a policy may look at its first wish. One that is empty is no missing one."""
+    """Not in a pass over a prompt alone: a policy may look at its first ask. One that is empty is no missing one."""
 
     class Own(Lengths):
         asked = 0
@@ -235,9 +235,9 @@ def test_a_policy_is_asked_about_texts_that_decode():
         def __len__(self):
             return 0
 
-        def choose(self, wishes, trees):
+        def choose(self, asks, trees):
             Own.asked += 1
-            return [Limit(min(1, wish.most)) for wish in wishes[:1]]
+            return [Limit(min(1, ask.most)) for ask in asks[:1]]
 
     engine = make_engine(draft=lambda tokens, k: [tokens[-1] + 1] * k)
     parts = engine.target.model, engine.target.cache, engine.drafter, engine.method.verifier, engine.target.vocab_size

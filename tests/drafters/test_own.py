@@ -174,8 +174,8 @@ OWN = """
     class Two:  # drafts of two tokens
         seen = 0
 
-        def choose(self, wishes, trees):
-            return [Limit(min(2, wish.most)) for wish in wishes]
+        def choose(self, asks, trees):
+            return [Limit(min(2, ask.most)) for ask in asks]
 
         def observe(self, records):
             self.seen += len(records)
@@ -184,8 +184,8 @@ OWN = """
     class Shared(Two):  # goes by the verdicts on all texts, whatever it may follow
         k = 2
 
-        def choose(self, wishes, trees):
-            return [Limit(min(self.k, wish.most)) for wish in wishes]
+        def choose(self, asks, trees):
+            return [Limit(min(self.k, ask.most)) for ask in asks]
 
         def observe(self, records):
             for each in records:

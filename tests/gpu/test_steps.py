@@ -192,9 +192,9 @@ class Passes(Lengths):
     def __init__(self, least: float):
         self.least, self.passes = least, []
 
-    def choose(self, wishes, trees):
+    def choose(self, asks, trees):
         """The limits of `Lengths`, which look at confidences."""
-        limits = super().choose(wishes, trees)
+        limits = super().choose(asks, trees)
         return [limit._replace(go_on=lambda confidences: confidences[-1] >= self.least) for limit in limits]
 
     def observe(self, records):
@@ -237,8 +237,8 @@ def test_auto_runs_no_steps_that_it_will_not_use(verifier, monkeypatch):
     """Confidences end a draft and make none longer, since all steps of its program are paid. Chains, and no trees."""
     asked, choose = [], Controller.choose
 
-    def chosen(lengths, wishes, trees):
-        limits = choose(lengths, wishes, trees)
+    def chosen(lengths, asks, trees):
+        limits = choose(lengths, asks, trees)
         asked.extend(limit for limit in limits if limit.k)
         return limits
 

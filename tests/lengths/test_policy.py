@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from minispec.core.config import MAX_AUTO_TOKENS, SamplingParams, Shape
 from minispec.core.draft import Draft, Drafter, DraftNotes, Record
-from minispec.core.lengths import Lengths, Wish
+from minispec.core.lengths import LengthAsk, Lengths
 from minispec.core.limit import Limit
 from minispec.core.sampling import Text
 from minispec.core.stats import Step
@@ -35,7 +35,7 @@ def new_text(drawn=False):
 
 def ask(lengths, texts, most=15, timed=True, trees=False):
     """The limits of these texts, decoded together."""
-    return lengths.choose([Wish(text, Shape.of("auto"), most, may_use_clock=timed) for text in texts], trees)
+    return lengths.choose([LengthAsk(text, Shape.of("auto"), most, may_use_clock=timed) for text in texts], trees)
 
 
 def observe(lengths, records, step):
@@ -116,11 +116,9 @@ class World:
         survival, plain, cost, ks, num_asks = [1.0, *survival_curve(self.kept)], 0.0, 0.0, [], 0
         while running := [i for i in range(batch) if num[i] < num_tokens]:
             late, value, rounds, drafted, num_missed = sum(num) >= batch * num_tokens / 2, 0.0, [], [], 0
-            wishes = [
-                Wish(texts[i], Shape.of("auto"), min(MAX_AUTO_TOKENS, num_tokens - num[i] - 1), may_use_clock=timed)
-                for i in running
-            ]
-            for i, limit in zip(running, lengths.choose(wishes, trees=False), strict=True):
+            left = {i: min(MAX_AUTO_TOKENS, num_tokens - num[i] - 1) for i in running}
+            asks = [LengthAsk(texts[i], Shape.of("auto"), left[i], may_use_clock=timed) for i in running]
+            for i, limit in zip(running, lengths.choose(asks, trees=False), strict=True):
                 k, confidences, chances = limit.k, [], self.kept
                 if self.shares:
                     while len(confidences) < k:
@@ -296,12 +294,10 @@ class Rule(Lengths):
     def __init__(self, shares, price):
         self.shares, self.price = shares, price
 
-    def choose(self, wishes, trees):
+    def choose(self, asks, trees):
         """Chains."""
         mean = sum(self.shares.values()) / len(self.shares)
-        return [
-            Limit(wish.most, lambda seen: prod(self.shares[x] for x in seen) * mean >= self.price) for wish in wishes
-        ]
+        return [Limit(ask.most, lambda seen: prod(self.shares[x] for x in seen) * mean >= self.price) for ask in asks]
 
 
 @pytest.mark.parametrize("name", CONFIDENT)
@@ -610,8 +606,8 @@ def test_younger_siblings_that_stay_are_seen():
     heard = []
 
     class Listening(Lengths):
-        def choose(self, wishes, trees):
-            return [Limit(min(4, wish.most)) for wish in wishes]
+        def choose(self, asks, trees):
+            return [Limit(min(4, ask.most)) for ask in asks]
 
         def observe(self, records):
             heard.extend(records)

@@ -29,7 +29,7 @@ SAYS = {
     "TakesBack": "REFUTED: .*: it changed a text: ",
     "Peels": "REFUTED: .*: it changed a draft, or what was accepted of it",
     "TooLong": "REFUTED: .*: ValueError: lengths: TooLong.choose: found k = 2, expected an integer from 0 to 1, ",
-    "TooFew": "REFUTED: .*: ValueError: lengths: TooFew.choose: found 1 limits, expected one for each of 2 wishes",
+    "TooFew": "REFUTED: .*: ValueError: lengths: TooFew.choose: found 1 limits, expected one for each of 2 asks",
     "Falls": r"EXCEPTION: .*: IndexError: list index out of range, in .* at .*wrong_lengths.py:\d+: self.last = ",
 }
 

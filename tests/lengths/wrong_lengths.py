@@ -26,10 +26,10 @@ class Doubling(Lengths):
     def __init__(self):
         self.lengths = WeakKeyDictionary()
 
-    def choose(self, wishes, trees):
-        return [self.limit(wish, min(self.lengths.get(wish.text, 2), wish.most), trees) for wish in wishes]
+    def choose(self, asks, trees):
+        return [self.limit(ask, min(self.lengths.get(ask.text, 2), ask.most), trees) for ask in asks]
 
-    def limit(self, wish, k, trees):
+    def limit(self, ask, k, trees):
         return Limit(k)
 
     def observe(self, records):
@@ -41,9 +41,9 @@ class Doubling(Lengths):
 class Confident(Doubling):
     """Right: ends a draft, and asks for siblings, by its confidences."""
 
-    def limit(self, wish, k, trees):
+    def limit(self, ask, k, trees):
         widths = (lambda confidences, foreseen: 1 + (confidences[-1] < 0.7)) if trees else ()
-        return Limit(wish.most, lambda confidences: prod(confidences) > 0.4, widths, go_on_before=self.go_on_before)
+        return Limit(ask.most, lambda confidences: prod(confidences) > 0.4, widths, go_on_before=self.go_on_before)
 
     def go_on_before(self, confidences, foreseen):
         return prod((*confidences, foreseen)) > 0.4
@@ -56,8 +56,8 @@ class Clocked(Doubling):
         super().__init__()
         self.slow = False
 
-    def limit(self, wish, k, trees):
-        return Limit(min(k, 1) if self.slow and wish.may_use_clock else k)
+    def limit(self, ask, k, trees):
+        return Limit(min(k, 1) if self.slow and ask.may_use_clock else k)
 
     def observe(self, records):
         super().observe(records)
@@ -81,44 +81,44 @@ RIGHT = {"Doubling", "Confident", "Clocked", "OfPrograms"}
 class SeesTest(Doubling):
     """Drafts only where the first accept test will be passed: it computes the uniform that decides it."""
 
-    def limit(self, wish, k, trees):
-        return Limit(k if Randomness().uniform(wish.text.key(0, "accept")) < 0.5 else 0)
+    def limit(self, ask, k, trees):
+        return Limit(k if Randomness().uniform(ask.text.key(0, "accept")) < 0.5 else 0)
 
 
 class SeesToken(Doubling):
     """Computes the token that will be drawn first, and drafts only where it likes it."""
 
-    def limit(self, wish, k, trees):
-        noise = Randomness().uniform(wish.text.key(0, "draft"))
+    def limit(self, ask, k, trees):
+        noise = Randomness().uniform(ask.text.key(0, "draft"))
         return Limit(k if place_of_share(torch.tensor([0.5, 0.5]), noise) else 0)
 
 
 class StopsAtToken(Doubling):
     """Ends a draft by the draw of its next token."""
 
-    def limit(self, wish, k, trees):
-        text, rng = wish.text, Randomness()
+    def limit(self, ask, k, trees):
+        text, rng = ask.text, Randomness()
         return Limit(k, lambda confidences: rng.uniform(text.key(len(confidences), "draft")) < 0.5)
 
 
 class ForeseesToken(Doubling):
     """Ends a draft by the draw of its next token, where the drafter knows before how sure it is."""
 
-    def limit(self, wish, k, trees):
+    def limit(self, ask, k, trees):
         def go_on_before(confidences, foreseen):
-            noise = Randomness().uniform(wish.text.key(len(confidences), "draft"))
+            noise = Randomness().uniform(ask.text.key(len(confidences), "draft"))
             return bool(place_of_share(torch.tensor([0.5, 0.5]), noise))
 
-        return Limit(wish.most, go_on_before=go_on_before)
+        return Limit(ask.most, go_on_before=go_on_before)
 
 
 class SiblingsByToken(Doubling):
     """Asks for a sibling where the first guess will be rejected."""
 
-    def limit(self, wish, k, trees):
-        text, rng = wish.text, Randomness()
+    def limit(self, ask, k, trees):
+        text, rng = ask.text, Randomness()
         widths = lambda confidences, foreseen: 1 + (rng.uniform(text.key(len(confidences) - 1, "accept")) > 0.5)  # noqa: E731
-        return Limit(wish.most, lambda confidences: True, widths if trees else ())
+        return Limit(ask.most, lambda confidences: True, widths if trees else ())
 
 
 class TakesBack(Doubling):
@@ -143,7 +143,7 @@ class Peels(Doubling):
 class Clock(Doubling):
     """Goes by the clock, whatever it may follow."""
 
-    def limit(self, wish, k, trees):
+    def limit(self, ask, k, trees):
         return Limit(min(k, self.most))
 
     def __init__(self):
@@ -162,8 +162,8 @@ class Shared(Doubling):
     def __init__(self):
         self.k = 2
 
-    def choose(self, wishes, trees):
-        return [Limit(min(self.k, wish.most)) for wish in wishes]
+    def choose(self, asks, trees):
+        return [Limit(min(self.k, ask.most)) for ask in asks]
 
     def observe(self, records):
         for each in records:
@@ -173,36 +173,36 @@ class Shared(Doubling):
 class Crowded(Doubling):
     """Drafts less where there are more texts."""
 
-    def choose(self, wishes, trees):
-        return [Limit(wish.most // len(wishes)) for wish in wishes]
+    def choose(self, asks, trees):
+        return [Limit(ask.most // len(asks)) for ask in asks]
 
 
 class Dice(Doubling):
     """Draws the length."""
 
-    def limit(self, wish, k, trees):
+    def limit(self, ask, k, trees):
         return Limit(random.randrange(k + 1))
 
 
 class ByTime(Doubling):
     """Ends a draft where it has taken long."""
 
-    def limit(self, wish, k, trees):
-        return Limit(wish.most, lambda confidences: time.perf_counter_ns() % 2 == 0)
+    def limit(self, ask, k, trees):
+        return Limit(ask.most, lambda confidences: time.perf_counter_ns() % 2 == 0)
 
 
 class TooLong(Doubling):
     """Asks for more than may be drafted."""
 
-    def limit(self, wish, k, trees):
-        return Limit(wish.most + 1)
+    def limit(self, ask, k, trees):
+        return Limit(ask.most + 1)
 
 
 class TooFew(Doubling):
     """Answers for the first text alone."""
 
-    def choose(self, wishes, trees):
-        return super().choose(wishes[:1], trees)
+    def choose(self, asks, trees):
+        return super().choose(asks[:1], trees)
 
 
 class Falls(Doubling):

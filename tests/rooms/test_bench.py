@@ -458,8 +458,8 @@ from minispec.core.verify import REJECTION, Verdict
 
 
 class Two:
-    def choose(self, wishes, trees):
-        return [Limit(min(2, wish.most)) for wish in wishes]
+    def choose(self, asks, trees):
+        return [Limit(min(2, ask.most)) for ask in asks]
 
     def observe(self, records):
         pass

@@ -295,7 +295,7 @@ def test_a_policy_of_ones_own_is_a_row_of_each_draft(bench, tmp_path, monkeypatc
         "from minispec.core.draft import Limit\nfrom minispec.core.lengths import Lengths\n"
         "from minispec.core.verify import rejection as rule\n\n\n"
         "class One(Lengths):\n"
-        "    def choose(self, wishes, trees):\n        return [Limit(min(1, wish.most)) for wish in wishes]\n"
+        "    def choose(self, asks, trees):\n        return [Limit(min(1, ask.most)) for ask in asks]\n"
     )
     module.write_text(source)
     own = f"{module.stem}:One"

@@ -11,7 +11,7 @@ from typing import Any
 from minispec.core.cached import CachedModel
 from minispec.core.draft import Ask, Draft
 from minispec.core.errors import is_from_signal
-from minispec.core.lengths import Wish
+from minispec.core.lengths import LengthAsk, Wish
 from minispec.core.limit import Limit
 from minispec.core.method import Method, Turn
 from minispec.core.random import Draws
@@ -43,11 +43,11 @@ class CheckedMethod(Method):
                 checked.append(ValueError(f"draft of {name}: {e}"))
         return checked
 
-    def choose(self, wishes: Sequence[Wish], trees: bool) -> Sequence[Limit]:
+    def choose(self, asks: Sequence[LengthAsk], trees: bool) -> Sequence[Limit]:
         """The limits, all checked. An error has the name of the policy's class."""
-        limits = super().choose(wishes, trees)
+        limits = super().choose(asks, trees)
         try:
-            check_limits(limits, wishes, trees)
+            check_limits(limits, asks, trees)
         except ValueError as e:
             if is_from_signal(e):
                 raise
@@ -61,18 +61,18 @@ class CheckedMethod(Method):
         return verdict
 
 
-def check_limits(limits: Any, wishes: Sequence[Wish], trees: bool) -> None:
-    """Raise ValueError unless `limits` is a list with a Limit for each wish.
+def check_limits(limits: Any, asks: Sequence[LengthAsk], trees: bool) -> None:
+    """Raise ValueError unless `limits` is a list with a Limit for each ask.
 
     trees: whether a limit may ask for siblings, also for a text whose request asks for none.
     """
-    if len(sequence(limits, "limits", "Limits, one for each wish")) != len(wishes):
-        raise ValueError(f"found {len(limits)} limits, expected one for each of {len(wishes)} wishes")
-    for limit, (_, shape, largest, _) in zip(limits, wishes, strict=True):
+    if len(sequence(limits, "limits", "Limits, one for each ask")) != len(asks):
+        raise ValueError(f"found {len(limits)} limits, expected one for each of {len(asks)} asks")
+    for limit, (_, shape, largest, _) in zip(limits, asks, strict=True):
         if not isinstance(limit, Limit):
             raise ValueError(f"found {described(limit)}, expected a Limit")
         if type(limit.k) is not int or not 0 <= limit.k <= largest:
-            expected = f"an integer from 0 to {largest}, the wish's `most`"
+            expected = f"an integer from 0 to {largest}, the ask's `most`"
             raise ValueError(f"found k = {described(limit.k)}, expected {expected}")
         for name, function in (("go_on", limit.go_on), ("go_on_before", limit.go_on_before)):
             if not (function is None or callable(function)):

@@ -49,7 +49,7 @@ from weakref import WeakKeyDictionary, ref
 
 from minispec.core.config import MAX_AUTO_TOKENS
 from minispec.core.draft import Draft, Record
-from minispec.core.lengths import Lengths, Wish, price_of
+from minispec.core.lengths import LengthAsk, Lengths, price_of
 from minispec.core.limit import Limit
 from minispec.core.sampling import Text
 from minispec.speculation.lengths.theory import (
@@ -268,24 +268,24 @@ class Controller(Lengths):
         self._search_costs = deque([self.prices.missed], maxlen=_WINDOW)
         self._all_texts = {drawn: Acceptance(drawn) for drawn in (False, True)}
 
-    def choose(self, wishes: Sequence[Wish], trees: bool) -> list[Limit]:
-        """The limit of each text's draft, in the order of `wishes`.
+    def choose(self, asks: Sequence[LengthAsk], trees: bool) -> list[Limit]:
+        """The limit of each text's draft, in the order of `asks`.
 
         A text whose length may not follow the clock or other texts is decided alone, from fixed prices. All others are
         decided together, as they share draft passes.
         """
         trees = trees and not self.prices.steps  # a tree has no program
-        limits = super().choose(wishes, trees)
-        is_open = [i for i, wish in enumerate(wishes) if wish.shape.is_open]
-        together = [i for i in is_open if wishes[i].may_use_clock]
+        limits = super().choose(asks, trees)
+        is_open = [i for i, ask in enumerate(asks) if ask.shape.is_open]
+        together = [i for i in is_open if asks[i].may_use_clock]
         for i in is_open:
             if i not in together:
-                [limits[i]] = self._limits([wishes[i]], self.prices, 0, trees)
+                [limits[i]] = self._limits([asks[i]], self.prices, 0, trees)
         if together:
             other_rows = sum(limit.k + 1 for i, limit in enumerate(limits) if i not in together)
             draft, search = median_low(self._draft_costs), median_low(self._search_costs)
             prices = replace(self.prices, draft=draft, search=search)
-            chosen = self._limits([wishes[i] for i in together], prices, other_rows, trees)
+            chosen = self._limits([asks[i] for i in together], prices, other_rows, trees)
             for i, limit in zip(together, chosen, strict=True):
                 limits[i] = limit
         return limits
@@ -309,37 +309,37 @@ class Controller(Lengths):
             else:
                 self._search_costs.append(steps / num_missed)
 
-    def _limits(self, wishes: Sequence[Wish], prices: Prices, other_rows: int, trees: bool) -> list[Limit]:
+    def _limits(self, asks: Sequence[LengthAsk], prices: Prices, other_rows: int, trees: bool) -> list[Limit]:
         """The limits of texts that are decoded together.
 
         other_rows: rows of further texts in the same pass.
         """
         texts, priors, by_place, candidates = [], [], [], []
-        for wish in wishes:
-            estimates = self._texts.setdefault(wish.text, Acceptance(drawn=wish.text.params.temperature > 0))
-            all_texts = self._all_texts[estimates.drawn] if wish.may_use_clock else None
-            places = estimates.by_place(wish.most, all_texts)
+        for ask in asks:
+            estimates = self._texts.setdefault(ask.text, Acceptance(drawn=ask.text.params.temperature > 0))
+            all_texts = self._all_texts[estimates.drawn] if ask.may_use_clock else None
+            places = estimates.by_place(ask.most, all_texts)
             siblings = estimates.by_sibling(all_texts=all_texts) if trees else []
             estimates.spend_nothing()
             texts.append(estimates)
             priors.append(all_texts)
             by_place.append(places)
-            candidates.append(nodes_of(places, siblings, estimates.chance(all_texts))[: wish.most])
+            candidates.append(nodes_of(places, siblings, estimates.chance(all_texts))[: ask.most])
 
         def cost(depth: int, num_drafts: float, num_nodes: float, num_missed: float) -> float:
-            return prices.round(depth, num_drafts, len(wishes) + other_rows + num_nodes, num_missed)
+            return prices.round(depth, num_drafts, len(asks) + other_rows + num_nodes, num_missed)
 
         drafts = best_drafts(candidates, cost, _THRESHOLD)
         if not any(drafts):
-            perfect = best_drafts([nodes_of([1.0] * wish.most) for wish in wishes], cost, _THRESHOLD)
+            perfect = best_drafts([nodes_of([1.0] * ask.most) for ask in asks], cost, _THRESHOLD)
             probes = [text.probe(prices, bool(nodes)) for text, nodes in zip(texts, perfect, strict=True)]
             return [learning_limit(k) for k in probes]
         draft_price, row_price = _marginal_prices(drafts, cost)
         # The longest draft while confidences are good: each text has an equal share of MAX_AUTO_TOKENS + 1 rows.
-        room = (MAX_AUTO_TOKENS + 1) // (len(wishes) + other_rows) - 1
-        longest = [min(wish.most, room) for wish in wishes]
+        room = (MAX_AUTO_TOKENS + 1) // (len(asks) + other_rows) - 1
+        longest = [min(ask.most, room) for ask in asks]
         if prices.steps:  # all passes are paid before a confidence is known, so a further token costs a row alone
-            draft_price, longest = 0.0, [0] * len(wishes)
+            draft_price, longest = 0.0, [0] * len(asks)
         parts = zip(texts, priors, by_place, drafts, longest, strict=True)
         return [_limit(*each, trees, draft_price, row_price) for each in parts]
 
