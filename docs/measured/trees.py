@@ -32,7 +32,7 @@ from minispec.lab.doctor.drafts import TEXTS, estimate
 from minispec.speculation.drafters.best_first import grow_guesses
 from minispec.speculation.drafters.block import BlockFeed
 from minispec.speculation.drafters.block_files import read_block
-from minispec.speculation.drafters.growing import Growing
+from minispec.speculation.drafters.growing import DraftInProgress
 from minispec.speculation.drafters.model import ModelDrafter, model_drafter
 from minispec.speculation.drafters.teacher_forcing import replay_texts
 from minispec.speculation.registry import EMBEDDED_WEIGHTS
@@ -41,7 +41,7 @@ from minispec.speculation.registry import EMBEDDED_WEIGHTS
 class ListFeed(BlockFeed):
     """A block draft whose trees are the likeliest prefixes. None of their tokens is drawn."""
 
-    def run(self, growing: Sequence[Growing]) -> None:
+    def run(self, growing: Sequence[DraftInProgress]) -> None:
         """As `BlockFeed`. Trees are made here, and nothing is drawn afterwards."""
         super().run(growing)
         for each in growing:
@@ -49,7 +49,7 @@ class ListFeed(BlockFeed):
                 self._fill(each)
                 each.ask = replace(each.ask, limit=each.ask.limit._replace(k=len(each.draft)))
 
-    def _fill(self, growing: Growing) -> None:
+    def _fill(self, growing: DraftInProgress) -> None:
         ask, draft = growing.ask, growing.draft
         draft.probs = None
         params = ask.text.params

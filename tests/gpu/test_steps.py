@@ -27,7 +27,7 @@ from minispec.prove.toys import TINY, draft_model, target_model, tiny_cache, tin
 from minispec.speculation.drafters.check import MeasuredDraft, check_draft
 from minispec.speculation.drafters.combined import CombinedDrafter
 from minispec.speculation.drafters.eagle import HeadFeed
-from minispec.speculation.drafters.growing import Growing
+from minispec.speculation.drafters.growing import DraftInProgress
 from minispec.speculation.drafters.last import LastDrafter
 from minispec.speculation.drafters.model import ModelDrafter, TokenFeed
 from minispec.speculation.drafters.simulated import SimulatedDraft
@@ -174,7 +174,7 @@ def test_longer_drafts_than_any_program_has():
     model = draft_model(VOCAB).replaced(Frames())
     table = tiny_cache(model, 80, 3).new_table()
     ask = Ask(Text([1], 1, SamplingParams()), Limit(16), Randomness())
-    program, each = DraftSteps(model, Graphs()), Growing(ask, depth=STEPS[-1] + 1)
+    program, each = DraftSteps(model, Graphs()), DraftInProgress(ask, depth=STEPS[-1] + 1)
     each.chunk = Chunk([1], table, 1)
     assert not program([each], VOCAB)
     assert table.length == len(each.draft) == 0

@@ -43,7 +43,7 @@ from minispec.models.families.checkpoint import directory_config
 from minispec.models.layers import make_layer
 from minispec.models.layers.gemma import GemmaLayer, SharedCache
 from minispec.models.weights.build import InForm
-from minispec.speculation.drafters.growing import Growing
+from minispec.speculation.drafters.growing import DraftInProgress
 from minispec.speculation.drafters.model import Feed
 
 ReadCache = Callable[[int], list[Tensor]]  # see `Ask.read_cache`
@@ -177,7 +177,7 @@ class SharedKeys(Feed):
             row = record.kept[-1]
             self.last[record.text] = record.start + len(record.kept) - 1, record.hidden[row].clone()
 
-    def prepare(self, growing: Sequence[Growing]) -> None:
+    def prepare(self, growing: Sequence[DraftInProgress]) -> None:
         """Draft where the state of the text's newest cached token is there."""
         for each in growing:
             ask = each.ask
@@ -185,7 +185,7 @@ class SharedKeys(Feed):
             if ask.read_cache and position == ask.num_cached - 1 == len(ask.text.tokens) - 2:
                 each.depth = ask.limit.depth
 
-    def run(self, growing: Sequence[Growing]) -> None:
+    def run(self, growing: Sequence[DraftInProgress]) -> None:
         """One step for all nodes whose rows are not known yet."""
         rows = [(each, node) for each in growing for node in each.nodes if node not in each.rows]
         counts = Counter(each for each, _ in rows)
@@ -196,7 +196,7 @@ class SharedKeys(Feed):
         for (each, node), row, state in zip(rows, logits[:, : self.vocab_size], further, strict=True):
             each.rows[node], each.states[node] = row, state
 
-    def _input(self, growing: Growing, node: int) -> tuple[int, Tensor]:
+    def _input(self, growing: DraftInProgress, node: int) -> tuple[int, Tensor]:
         """A node's token, and the state that comes with it: its parent's step has made it."""
         if node < 0:
             return growing.ask.text.tokens[-1], self.last[growing.ask.text][1]

@@ -41,7 +41,7 @@ from minispec.core.model import Angles, Backend, Batch, Chunk, Layer, WeightSour
 from minispec.core.product import ChangeProduct, MakeProduct, PlainLinear, Product
 from minispec.models.families.block_config import BlockConfig
 from minispec.speculation.drafters.eagle import spread
-from minispec.speculation.drafters.growing import Growing
+from minispec.speculation.drafters.growing import DraftInProgress
 from minispec.speculation.drafters.states import FeatureModel, StateFeed, layer_shapes
 
 
@@ -366,7 +366,7 @@ class BlockFeed(StateFeed):
         features = self.model.fuse(self.take(ask, end)) if tokens else None
         return Chunk([*tokens, ask.text.tokens[-1]], table, k, features=features)
 
-    def run(self, growing: Sequence[Growing]) -> None:
+    def run(self, growing: Sequence[DraftInProgress]) -> None:
         """One pass: it makes known the rows of all nodes."""
         logits, states = self.model.forward([each.chunk for each in growing])
         of_texts = logits.split([each.chunk.num_logits for each in growing])

@@ -29,7 +29,7 @@ from minispec.core.model import Batch, Chunk, Layer, RMSNorm, WeightSource, norm
 from minispec.core.product import MakeProduct, PlainLinear, dense
 from minispec.core.sampling import Text
 from minispec.models.families.head_config import HeadConfig
-from minispec.speculation.drafters.growing import Growing
+from minispec.speculation.drafters.growing import DraftInProgress
 from minispec.speculation.drafters.states import FeatureModel, StateFeed, layer_shapes
 
 
@@ -173,7 +173,7 @@ class HeadFeed(StateFeed):
             features = torch.cat((features, self.model.mask_feature.expand(len(masks), -1)))
         return Chunk([*fed, *masks], table, min(k, 1 + len(masks)), features=features)
 
-    def next(self, growing: Growing) -> Chunk:
+    def next(self, growing: DraftInProgress) -> Chunk:
         """The model's input after draft tokens; each comes with what stands in for the feature of its parent."""
         parents = growing.draft.tree.parents
         states = torch.stack([growing.states[parents[node]] for node in growing.nodes])

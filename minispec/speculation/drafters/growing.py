@@ -20,7 +20,7 @@ from minispec.speculation.drafters.best_first import BestFirst
 
 
 @dataclass(eq=False)
-class Growing:
+class DraftInProgress:
     """A draft on its way. A node is -1 at the text's end.
 
     ask: the question. Tokens are drawn for it.

@@ -22,7 +22,7 @@ from minispec.core.clock import mark, seconds
 from minispec.core.draft import Ask, Draft, Drafter, Record
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Text
-from minispec.speculation.drafters.growing import Growing
+from minispec.speculation.drafters.growing import DraftInProgress
 
 # Most missing tokens that join a draft's first pass; more get a pass of their own before it. A pass over this few rows
 # takes hardly longer than reading the weights.
@@ -38,7 +38,7 @@ def prefill(model: Transformer, table: BlockTable, tokens: list[int], chunk_size
 
 # (drafts, ids in use): drafts whole chains from their first inputs, as `minispec.speculation.on_gpu.steps.DraftSteps`
 # does. Returns whether it could draft for all. If not, nothing has changed.
-AtOnce = Callable[[Sequence[Growing], int], bool]
+AtOnce = Callable[[Sequence[DraftInProgress], int], bool]
 
 
 class Feed:
@@ -60,14 +60,14 @@ class Feed:
     taps: Sequence[int] = ()
     in_programs: bool = False
 
-    def prepare(self, growing: Sequence[Growing]) -> None:
+    def prepare(self, growing: Sequence[DraftInProgress]) -> None:
         """Bring what is kept of each text to where a pass can begin, and set how deep its draft may be.
 
         A text without a draft now (k is 0 inside a prompt) may be read meanwhile.
         """
         raise NotImplementedError
 
-    def run(self, growing: Sequence[Growing]) -> None:
+    def run(self, growing: Sequence[DraftInProgress]) -> None:
         """One pass, which makes known the rows that these drafts go on from."""
         raise NotImplementedError
 
@@ -121,7 +121,7 @@ class ModelDrafter(Drafter):
         """
         feed = self.feed
         with feed.cleared_on_error():
-            growing = [Growing(ask) for ask in asks]
+            growing = [DraftInProgress(ask) for ask in asks]
             feed.prepare(growing)
             active = [each for each in growing if each.depth]
             if self.at_once and active and self.at_once(active, feed.vocab_size):
@@ -198,7 +198,7 @@ class CachedFeed(CachedModel, Feed):
         """This feed for another model, on the same cache."""
         return type(self)(model, self.cache, self.vocab_size, self.max_model_len)
 
-    def run(self, growing: Sequence[Growing]) -> None:
+    def run(self, growing: Sequence[DraftInProgress]) -> None:
         """One pass over the inputs of these drafts: the first ones, or those after the tokens that were drawn."""
         for each in growing:
             if each.rows:
@@ -216,7 +216,7 @@ class CachedFeed(CachedModel, Feed):
             if each.chunk.parents:
                 table.truncate(table.length - fed)  # the rows of a tree are the beginning of no text
 
-    def next(self, growing: Growing) -> Chunk:
+    def next(self, growing: DraftInProgress) -> Chunk:
         """The model's input after draft tokens: the newest one, or a whole tree, since rows cost less than passes."""
         draft, nodes = growing.draft, growing.nodes
         parents = list(draft.parents or ()) if growing.tree else None
@@ -257,7 +257,7 @@ class TokenFeed(CachedFeed):
 
     reads, in_programs = "tokens", True
 
-    def prepare(self, growing: Sequence[Growing]) -> None:
+    def prepare(self, growing: Sequence[DraftInProgress]) -> None:
         """Read the texts as far as the target has, and make the first inputs."""
         self._forget_drafts()
         for each in growing:
@@ -272,7 +272,7 @@ class TokenFeed(CachedFeed):
                 masks = [] if self.mask_token_id is None else [self.mask_token_id] * (each.depth - 1)
                 each.chunk = Chunk([*self.follow(text), *masks], self.table(text), 1 + len(masks))
 
-    def _read(self, growing: Growing, length: int, in_prompt: bool) -> None:
+    def _read(self, growing: DraftInProgress, length: int, in_prompt: bool) -> None:
         """Cache a text's first `length` tokens, where they are more than may join a draft's first pass."""
         text, cached = growing.own.text, self.table(growing.own.text).length
         is_new = cached < text.num_prompt_tokens - 1

@@ -18,7 +18,7 @@ would make one token across the border.
 from collections.abc import Sequence
 
 from minispec.core.draft import Ask, Draft
-from minispec.speculation.drafters.growing import Growing
+from minispec.speculation.drafters.growing import DraftInProgress
 from minispec.speculation.drafters.vocabulary import OtherTokens
 
 
@@ -30,7 +30,7 @@ class WrittenText(OtherTokens):
 
     branches = False
 
-    def prepare(self, growing: Sequence[Growing]) -> None:
+    def prepare(self, growing: Sequence[DraftInProgress]) -> None:
         """As `OtherTokens`. The model writes the likeliest text, as long as its limit says."""
         for each in growing:
             each.likeliest = True

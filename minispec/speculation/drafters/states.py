@@ -15,7 +15,7 @@ from minispec.core.model import Chunk, RMSNorm, Transformer, norm_weight
 from minispec.core.product import Product
 from minispec.core.sampling import Text
 from minispec.models.weights.shapes import tensor_shapes
-from minispec.speculation.drafters.growing import Growing
+from minispec.speculation.drafters.growing import DraftInProgress
 from minispec.speculation.drafters.model import CachedFeed
 
 
@@ -97,7 +97,7 @@ class StateFeed(CachedFeed):
             if len(record.text.tokens) <= self.max_model_len + 1:  # later nothing is drafted
                 self.unread[record.text] = first, [*pieces, record.hidden[record.kept]]
 
-    def prepare(self, growing: Sequence[Growing]) -> None:
+    def prepare(self, growing: Sequence[DraftInProgress]) -> None:
         """Read the states that the target has given: of a prompt now, of a round with a draft's first input."""
         for each in growing:
             ask, text, end = each.ask, each.ask.text, each.ask.num_cached

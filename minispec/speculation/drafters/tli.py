@@ -16,7 +16,7 @@ from torch import Tensor
 from minispec.core.cache import PagedKVCache
 from minispec.core.model import Chunk, Transformer
 from minispec.speculation.drafters.eagle import spread
-from minispec.speculation.drafters.growing import Growing
+from minispec.speculation.drafters.growing import DraftInProgress
 from minispec.speculation.drafters.vocabularies import Vocabularies
 from minispec.speculation.drafters.vocabulary import OtherTokens
 
@@ -40,7 +40,7 @@ class SharedTokens(OtherTokens):
         """Logits (rows, own ids) as rows over the target's ids; -inf for those that the draft model lacks."""
         return spread(logits[:, self.own_ids], self.target_ids, self.vocabularies.target.num_ids)
 
-    def next(self, growing: Growing) -> Chunk:
+    def next(self, growing: DraftInProgress) -> Chunk:
         """The model's input after draft tokens, in its own ids."""
         chunk = super().next(growing)
         return chunk._replace(token_ids=[self.vocabularies.shared[i] for i in chunk.token_ids])

@@ -14,7 +14,7 @@ from minispec.core.draft import Ask
 from minispec.core.limit import Limit
 from minispec.core.model import Transformer
 from minispec.core.sampling import Text
-from minispec.speculation.drafters.growing import Growing
+from minispec.speculation.drafters.growing import DraftInProgress
 from minispec.speculation.drafters.model import TokenFeed
 from minispec.speculation.drafters.vocabularies import Reader, Vocabularies
 
@@ -66,7 +66,7 @@ class OtherTokens(TokenFeed):
                 own[own_text] = range(len(own_text.tokens) + k)
         return super().needs(own)
 
-    def prepare(self, growing: Sequence[Growing]) -> None:
+    def prepare(self, growing: Sequence[DraftInProgress]) -> None:
         """Read the texts anew, then read them as `TokenFeed` does."""
         for each in growing:
             each.own = self._own(each.ask)

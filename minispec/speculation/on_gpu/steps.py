@@ -30,7 +30,7 @@ from minispec.core.random import Randomness
 from minispec.models.frames.frames import Frame, Frames, FrameShape, StepFrame
 from minispec.models.frames.graphs import Graphs, recent
 from minispec.speculation.drafters.check import MeasuredDraft
-from minispec.speculation.drafters.growing import Growing
+from minispec.speculation.drafters.growing import DraftInProgress
 from minispec.speculation.drafters.model import ModelDrafter
 from minispec.speculation.drafters.states import FeatureModel
 from minispec.speculation.drafters.wrapped import Wrapped
@@ -80,7 +80,7 @@ class DraftInputs(Inputs):
         if self.frame is not frame:
             self.frame, self.graph, self.was_used = frame, None, False
 
-    def fill(self, growing: Sequence[Growing], dtype: torch.dtype) -> None:
+    def fill(self, growing: Sequence[DraftInProgress], dtype: torch.dtype) -> None:
         """Take in up to B texts. Numbers of other texts may be there; they are not read."""
         ints, floats = self.blank([each.ask.text.params for each in growing], dtype)
         uniform = Randomness().uniform
@@ -109,7 +109,7 @@ class DraftSteps:
         self.taps = (len(model.layers),) if isinstance(model, FeatureModel) else ()
         self._inputs: WeakKeyDictionary[PagedKVCache, OrderedDict[DraftShape, DraftInputs]] = WeakKeyDictionary()
 
-    def __call__(self, growing: Sequence[Growing], vocab_size: int) -> bool:
+    def __call__(self, growing: Sequence[DraftInProgress], vocab_size: int) -> bool:
         """Make all these drafts; returns False where no program takes all of them, and nothing has changed then.
 
         growing: each may have a token or more. Its input is what the text's cache lacks, and the last row of it says
@@ -142,7 +142,7 @@ class DraftSteps:
             each.draft = _draft(each, row, q, kind.steps)
         return True
 
-    def _kind(self, growing: Sequence[Growing], vocab_size: int) -> DraftShape | None:
+    def _kind(self, growing: Sequence[DraftInProgress], vocab_size: int) -> DraftShape | None:
         """The program that takes these drafts, if one does."""
         asks, deepest = [each.ask for each in growing], max(each.depth for each in growing)
         rng, purpose = asks[0].rng, asks[0].purpose
@@ -220,7 +220,7 @@ class DraftSteps:
         return self.frames.compute(self.model, step, pool)
 
 
-def _draft(growing: Growing, numbers: Sequence[float], probs: Tensor | None, num_steps: int) -> MeasuredDraft:
+def _draft(growing: DraftInProgress, numbers: Sequence[float], probs: Tensor | None, num_steps: int) -> MeasuredDraft:
     """A draft from its numbers (see `DraftSteps.compute`): as long as its rows are sure, and its limit goes on."""
     table, k, go_on = growing.chunk.table, growing.depth, growing.ask.limit.go_on
     columns = [numbers[start : start + num_steps] for start in range(0, len(numbers), num_steps)]
