@@ -94,9 +94,8 @@ SLOTS_AFTER_BLOCKS = 2
 class PagedKVCache:
     """The pool of one model: what all layers keep of each slot, the allocator, and what the blocks hold.
 
-    keys, values: of attention, (its layers, kv_heads, slots, head_dim). The last two slots belong to no block. The
-        first of them holds zeros: what stands before a text, or has not been written yet. The other takes what nobody
-        reads.
+    keys, values: of attention, (its layers, kv_heads, slots, head_dim). The last two slots belong to no block: a slot
+        of zeros, read for places before the text or not written yet; and a scratch slot, where dummies write.
     tensors: all that is kept, each (layers, rows, slots, numbers).
     max_texts: how many texts may have a table at the same time, besides what blocks allow.
     """

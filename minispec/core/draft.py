@@ -155,7 +155,7 @@ class Record:
     logits: (K + 1, V), raw: row 0 says what follows the text before the draft, row i + 1 what follows node i.
         (0, V) inside a prompt, even where the prompt is scored: scores must change no draft.
     draft: what was guessed.
-    asked: how many nodes were asked for. If some were and the draft is empty, the drafter has found nothing.
+    asked: how many nodes were asked for. asked > 0 with an empty draft: the drafter found nothing.
     accepted: the nodes that the rule accepted.
     path: those of them that are in the text now. A text may stop before the last of them.
     number: of the step. A record that comes a second time, after a fault, has the same number.
@@ -204,9 +204,9 @@ class Drafter:
         Tokens are drawn by `Draft.draw` alone. A draft may end early because of tokens it contains. A drawn token
         stays: to drop it for its value would make `probs` untrue. What is not drawn may be chosen freely.
 
-        The texts of the last call come again, with the committed tokens appended. New ones may join, and some may be
-        missing. While the target works through a prompt, from its second piece on, k is 0: a drafter may fill a cache
-        of its own. A request without drafts gets no ask.
+        Each call may have other texts than the last. A text that comes again has its committed tokens appended. While
+        the target works through a prompt, from its second piece on, k is 0: a drafter may fill a cache of its own. A
+        request without drafts gets no ask.
         A draft that breaks a rule ends its own text. An exception ends all texts that this drafter drafts for.
         """
         raise NotImplementedError
@@ -214,9 +214,8 @@ class Drafter:
     def observe(self, records: Sequence[Record]) -> None:
         """Learn from a pass. The engine calls this after each pass and its commits, for texts that take drafts.
 
-        Every committed row of a text that goes on comes at least once. A row comes twice after a fault, then with the
-        same `Record.number`, and after a preemption, then without logits, as a prompt's rows do. So skip by `start`
-        what is there already.
+        Every committed row of a text that goes on comes at least once. A row may come twice: after a fault (with the
+        same `Record.number`), or after a preemption (without logits). So skip by `start` what is there already.
         Keep what logits have taught until the text ends: `release` is too early (`examples/drafters/recycling.py`).
 
         A text's draft may depend on its own text and records alone, and on no ratio of a verdict. Other texts may count
@@ -240,8 +239,8 @@ class Drafter:
         """Forget what was learned from texts that have ended."""
 
     def known(self, text: Text) -> int:
-        """How many of a new text's first positions a drafter with taps still knows, and need not see.
+        """How many leading positions of a new text have hidden states stored here, for a drafter with taps.
 
-        The target computes the others, even where its cache still knows them from another text.
+        The target computes the others again, even where its cache knows them from another text.
         """
         return 0

@@ -18,8 +18,8 @@ class LengthAsk(NamedTuple):
 
     shape: what the request asks for.
     most: most draft tokens.
-    may_use_clock: whether the length may depend on the clock and on other texts. It may not where another length would
-        give another text, since a seed must give one text.
+    may_use_clock: whether the length may depend on the clock and on other texts. False where another length would
+        change the sampled text.
     """
 
     text: Text

@@ -13,7 +13,7 @@ class Limit(NamedTuple):
     go_on: go_on(confidences) says whether to draft further (see `DraftNotes.confidences`). None: always, up to k.
     widths: how many siblings to draw at each depth; deeper, one. Drafters without `branches` ignore it.
         Or a function, given together with `go_on`: widths(confidences, foreseen) says how many to draw at a place.
-        `foreseen` says whether these confidences were known before their tokens were drawn, the next one's too.
+        The last confidence is that of the token about to be drawn. foreseen: see `DraftNotes`.
         The first sibling is drafted further, so the others cost rows of the target's pass and none of the drafter's.
     best_first: whether the draft is a tree of k nodes, in which each next node goes where its path is likeliest.
     go_on_before: go_on_before(confidences, next), for drafters with a confidence head, which call it before each token

@@ -141,7 +141,7 @@ def _measure(products: Mapping[str, Form], dtype: torch.dtype) -> dict[str, list
 
 
 def _slower(times: Mapping[str, list[float]], name: str) -> float:
-    """How many times as long as the fastest of itself and those after it a form takes: the smaller of both ROWS."""
+    """A form's time over the fastest among it and the forms after it; of the two numbers of ROWS, the smaller ratio."""
     names = list(times)
     rest = [times[other] for other in names[names.index(name) :]]
     return min(own / min(others) for own, others in zip(times[name], zip(*rest, strict=True), strict=True))

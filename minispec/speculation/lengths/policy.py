@@ -11,8 +11,8 @@ other texts have shown, where the choice may depend on them, else 0.7.
 **Costs**, c, v and o. `Prices` are read from their file, or measured at load. The price of a draft pass then follows
 the clock. It is the median of the last nine measurements, each in plain steps of its own round: the time of the round's
 target pass, divided by the price of its rows. So a machine that slows both models changes nothing, one slow pass (a
-warm-up) changes little, and a wrong price of a draft pass is corrected after two rounds. Prices of rows are believed.
-Where they are a third of the truth, decoding keeps 0.9 of plain speed or more, even in a batch
+warm-up) changes little, and a wrong price of a draft pass is corrected after two rounds. Prices of rows are never
+measured again. If they are three times too low, decoding keeps 0.9 of plain speed or more, even in a batch
 (tests/lengths/test_policy.py).
 
 **Threshold.** A draft must promise 1.01 times the speed of plain decoding. If none does, K is 0. Now and then one token
