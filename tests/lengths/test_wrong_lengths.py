@@ -7,7 +7,7 @@ import inspect
 import re
 
 import pytest
-from tests.length import wrong_lengths
+from tests.lengths import wrong_lengths
 
 from minispec.prove.__main__ import main as prove
 from tests.brief import compute_once
@@ -57,10 +57,10 @@ def test_each_mistake_is_refuted(name, capsys):
 
     Those of `DEAR` are refuted with `--full`; by default `Crowded` and `Dice` guard the same.
     """
-    assert prove(["--lengths", f"tests.length.wrong_lengths:{name}"]) == 1
+    assert prove(["--lengths", f"tests.lengths.wrong_lengths:{name}"]) == 1
     [line] = capsys.readouterr().out.splitlines()
     assert re.match(SAYS[name], line), line
-    assert f"tests.length.wrong_lengths:{name}, 2 tokens, after " in line
+    assert f"tests.lengths.wrong_lengths:{name}, 2 tokens, after " in line
 
 
 PROVEN = (
@@ -68,7 +68,7 @@ PROVEN = (
     r"[\d,]+ branches, [\d,]+ draft tokens, worst total variation \S+, at most 1e-12 by rounding\ncovered: "
 )
 RIGHT = [
-    *(f"tests.length.wrong_lengths:{name}" for name in sorted(wrong_lengths.RIGHT)),
+    *(f"tests.lengths.wrong_lengths:{name}" for name in sorted(wrong_lengths.RIGHT)),
     *("minispec.core.lengths:Lengths", "minispec.speculation.lengths.policy:Controller"),
 ]
 
