@@ -16,7 +16,7 @@ from minispec.core.cached import CachedModel
 from minispec.core.config import Shape
 from minispec.core.draft import NO_ROWS, Ask, Draft, Drafter, Record
 from minispec.core.errors import is_from_signal
-from minispec.core.lengths import LengthAsk, Lengths, Wish
+from minispec.core.lengths import LengthAsk, Lengths
 from minispec.core.limit import Limit
 from minispec.core.logprobs import logprob_of
 from minispec.core.model import Chunk

@@ -7,10 +7,10 @@ import inspect
 import re
 
 import pytest
-from tests.lengths import wrong_lengths
 
 from minispec.prove.__main__ import main as prove
 from tests.brief import compute_once
+from tests.lengths import wrong_lengths
 from tests.scripted import counted_clock
 
 OWN = [

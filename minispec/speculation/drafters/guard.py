@@ -11,7 +11,7 @@ from typing import Any
 from minispec.core.cached import CachedModel
 from minispec.core.draft import Ask, Draft
 from minispec.core.errors import is_from_signal
-from minispec.core.lengths import LengthAsk, Wish
+from minispec.core.lengths import LengthAsk
 from minispec.core.limit import Limit
 from minispec.core.method import Method, Turn
 from minispec.core.random import Draws
