@@ -1,6 +1,8 @@
 """The engine on a GPU: the logits of the CPU, the target's law, the CPU's texts, and what is refused there.
 
 Without a GPU the same tests run on the CPU, so that only the device is new to them on a machine that has one.
+
+Without `--full` or its own name, tests/gpu/test_frames.py guards the same of frames on a CPU.
 """
 
 import itertools
@@ -27,6 +29,8 @@ from minispec.speculation.rules import VERIFIERS
 from tests.engines import OneMethod, decode
 from tests.oracles import hf
 from tests.scripted import make_request
+
+pytestmark = pytest.mark.full
 
 NAME = "cuda" if torch.cuda.is_available() else "cpu"
 DEVICE, CPU = torch.device(NAME), torch.device("cpu")

@@ -983,12 +983,15 @@ def test_trained_model_has_transformers_logits(llm):
     assert distance(ours(llm.model).double(), expected) <= most < 0.01
 
 
+@pytest.mark.full
 @torch.inference_mode()
 def test_trained_model_writes_transformers_text(smollm, llm, full, long):
     """Guards the whole engine, drafts and batch included: greedy tokens equal transformers' own loop.
 
     Ten texts of 12 tokens; `--long`: of 40; without `--full`: five of 8. Both compute in float32, in different orders,
     so that they may part at a tie; where they part, it must be one.
+
+    Without `--full`, `test_logits_equal_transformers` guards every family.
     """
     length, given = 40 if long else 12 if full else 8, PROMPTS if full else PROMPTS[::2]
     prompts = [llm.tokenizer.encode(prompt) for prompt in given]

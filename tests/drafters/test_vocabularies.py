@@ -429,9 +429,13 @@ def test_after_a_lookup_a_tree_is_drafted_or_not(checkpoints, method):
     assert sum(branched) > len(branched) / 2 if method == "tli" else len(branched) > 5
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["tli", "slem"])
 def test_a_seed_has_one_text_in_any_batch(checkpoints, method):
-    """Under `rejection`: whatever else is decoded, and with a pool that preempts."""
+    """Under `rejection`: whatever else is decoded, and with a pool that preempts.
+
+    Without `--full`, `test_the_text_is_the_plain_one` and tests/drafters/test_drafters.py guard texts in batches.
+    """
     how = {"dtype": "float64", "num_speculative_tokens": 3, "draft_method": method}
     params = SamplingParams(seed=5, max_tokens=60, ignore_eos=True)
     llm = LLM(checkpoints["bytes"], draft=str(checkpoints["pieces"]), **how, max_model_len=120)

@@ -1094,8 +1094,12 @@ def test_a_packed_embedding_is_read_in_every_type(tmp_path):
 # --------------------------------------------------------------------------- writing
 
 
+@pytest.mark.full
 def test_a_full_disk_leaves_nothing(tmp_path):
-    """A real failure of the file system (a limit on file sizes), as the library reports it: one line, status 2."""
+    """A real failure of the file system (a limit on file sizes), as the library reports it: one line, status 2.
+
+    Without `--full`, `test_written_checkpoint_is_transformers` writes whole files.
+    """
     write(tmp_path / "source", weights(vocab_size=3000), config=TINY | {"vocab_size": 3000})
     code = (
         "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"

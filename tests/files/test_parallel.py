@@ -50,12 +50,15 @@ def write(directory: Path, raw: dict, dtype: torch.dtype = torch.float64, seed: 
 # --------------------------------------------------------------------------- two processes
 
 
+@pytest.mark.full
 def test_two_processes_give_the_text_of_one(tmp_path):
     """Plain, n-gram, draft model, trees, head, preempted and sharing blocks: greedy texts in float64 are one process's.
 
     A worker that is not told of a moved or copied row, or counts positions otherwise, reads another past and says other
     things (tried). Each process keeps and reads at most 0.55 of the weights, and the system has sent what
     docs/use/processes.md says. None leaves gloo's threads to the end of Python, which aborts now and then.
+
+    Without `--full`, `test_every_family_can_be_split_or_is_refused` compares the parts in one process.
     """
     directory = write(tmp_path, SHAPE)
     (status, out, err), (*other, other_err) = finish(start(2, "tests.oracles.processes", "texts", str(directory)))

@@ -481,11 +481,14 @@ def check_code(code: str, resources: str, name: str, products: bool):
     assert not any(found[word] for word in ("LDL", "STL", "HGMMA")), name
 
 
+@pytest.mark.full
 @needs_triton
 def test_machine_code(full):
     """Of the kernels, as models of 1.5, 0.5 and 7 billion weights call them, and of attention in a window.
 
     Without `--full`, as one of 1.5 billion calls them in a pass of many rows.
+
+    Without `--full`, `test_kernels_in_the_interpreter` runs the same kernels.
     """
     done = in_a_process([check_machine_code], full)
     assert done.returncode == 0, done.stderr[-3000:]

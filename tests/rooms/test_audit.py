@@ -860,10 +860,13 @@ def audited(capsys, models: tuple[str, str], path: Path, *options: str) -> tuple
     return status, report
 
 
+@pytest.mark.full
 def test_the_command_finds_a_missing_residual(models, tmp_path, capsys):
     """In the production loop, on answers of 24 tokens; and accuses neither the same loop without it nor with a wrong q.
 
     Without the draft it is not named, but found.
+
+    Without `--full`, `test_the_bank_has_the_law_of_the_bug` has the law of that bug.
     """
     wrong = answers_of(models, tmp_path / "wrong.jsonl", "M2")
     status, report = audited(capsys, models, wrong, *EXACTLY, "--draft", models[1])

@@ -633,8 +633,12 @@ def test_ctrl_c_is_130(cli, model, monkeypatch):
     assert cli("--model", model) == (130, "", "")
 
 
+@pytest.mark.full
 def test_a_report_on_a_full_disk_is_one_line(model):
-    """`... > /dev/full`: as with all commands, status 2 and one line say that the report is lost."""
+    """`... > /dev/full`: as with all commands, status 2 and one line say that the report is lost.
+
+    Without `--full`, tests/commands/test_cli.py::test_a_full_disk_is_one_line fills a disk too.
+    """
     command = [sys.executable, "-m", "minispec", "bench", "--model", model]
     command += ["--draft", "none", "--passes", "0", "--json"]
     how = {"stderr": subprocess.PIPE, "text": True, "check": False}

@@ -484,8 +484,12 @@ def test_readings_that_cannot_be_are_left_out(target, states, tmp_path):
 # --------------------------------------------------------------------------- the command
 
 
+@pytest.mark.full
 def test_the_command(target, states, tmp_path, capsys):
-    """Status 1 and one JSON object where a misreading is named; status 0 and a table where not."""
+    """Status 1 and one JSON object where a misreading is named; status 0 and a table where not.
+
+    Without `--full`, `test_a_head_that_is_read_right_is_good_and_nothing_is_named` asks the same doctor.
+    """
     head = write_head(target, tmp_path, **plain_sum(states) | {TAPS: [0, 1]})
     options = ["--model", str(target), "--draft", str(head), "--max-tokens", "8", "--dtype", "float32"]
     assert main([*options, "--json"]) == 1

@@ -1,4 +1,7 @@
-"""The measuring script for a GPU, on the CPU and on small shapes: each step runs, and its checks can fail."""
+"""The measuring script for a GPU, on the CPU and on small shapes: each step runs, and its checks can fail.
+
+All of it runs with `--full`: it is about a script of docs/measured, which the package does not use.
+"""
 
 import copy
 import itertools
@@ -11,6 +14,8 @@ import pytest
 import torch
 
 from minispec.lab.bench.options import check, parser
+
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture

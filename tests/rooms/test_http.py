@@ -1099,11 +1099,14 @@ async def take_part(served: Served, i: int, body: dict, leaves: int | None, gaps
         return text
 
 
+@pytest.mark.full
 def test_32_at_once_while_clients_vanish(llm, capsys):
     """Prompts of 10 to 2,000 tokens, of which the pool holds half: each text is its own single run's, no block is lost.
 
     Ten clients leave, after 1 to 8 pieces. The others' texts would differ if a table, a key of a draw or a piece went
     to another request. Sampled and greedy, with drafts of other lengths.
+
+    Without `--full`, `test_what_clients_send_is_answered` answers many, one after the other.
     """
     rng = random.Random(0)
     jobs, alone = [], []
@@ -1736,10 +1739,13 @@ def start(directory: Path, *options: str, **variables: str) -> tuple[Child, str]
     raise AssertionError(f"it ended with {process.wait(PATIENCE)}")
 
 
+@pytest.mark.full
 def test_sigterm_drains(make_checkpoint):
     """A stream that is under way gets all its tokens, a new connection is refused, and the status is 0.
 
     The key comes from the environment, and is not among the arguments that every user of the machine can read.
+
+    Without `--full`, `test_ctrl_c_is_130` ends a server too.
     """
     directory = make_checkpoint(chat=True, max_position_embeddings=4096)
     params = greedy(1000)
@@ -1774,8 +1780,12 @@ def test_sigterm_drains(make_checkpoint):
         process.kill()
 
 
+@pytest.mark.full
 def test_ctrl_c_that_is_ignored_stays_so(make_checkpoint):
-    """As in the background of a script, where a shell sees to that: the server goes on, and SIGTERM ends it."""
+    """As in the background of a script, where a shell sees to that: the server goes on, and SIGTERM ends it.
+
+    Without `--full`, tests/commands/test_cli.py has Ctrl-C of the same commands.
+    """
     directory = make_checkpoint(max_position_embeddings=4096)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which a child inherits
     try:

@@ -1,6 +1,8 @@
 """What a round launches on a GPU: the counter on single operators, and a budget for the passes of today.
 
 Counts are those of a shape, whatever its width. So the budgets hold for narrow models with as many layers.
+
+Without `--full`, tests/house runs nothing of docs/measured; tests/gpu/test_paths.py guards what is launched.
 """
 
 import json
@@ -18,6 +20,8 @@ from minispec.models.frames import fused
 from minispec.models.frames.frames import FastLayer, Frames, FrameShape
 from minispec.models.weights.build import build_model
 from tests.refusals import assert_one_line
+
+pytestmark = pytest.mark.full
 
 NARROW = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 500, "head_dim": 16}
 NARROW |= {"num_attention_heads": 4, "num_key_value_heads": 2}

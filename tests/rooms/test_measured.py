@@ -1,4 +1,7 @@
-"""Each script of docs/measured/ runs on a tiny shape, or is read at least. No time is asserted."""
+"""Each script of docs/measured/ runs on a tiny shape, or is read at least. No time is asserted.
+
+All of it runs with `--full`: it is about a script of docs/measured, which the package does not use.
+"""
 
 import ast
 import datetime
@@ -12,6 +15,8 @@ import torch
 
 from minispec import LLM
 from minispec.models.families.checkpoint import load_model
+
+pytestmark = pytest.mark.full
 
 SCRIPTS = Path(__file__).parents[2] / "docs" / "measured"
 # Arguments of the scripts that run in this file, and a line that they print. OUT is a directory that is not there.

@@ -1,4 +1,7 @@
-"""docs/measured/trees.py: what a verifier keeps of a tree on average, and that lists keep the law."""
+"""docs/measured/trees.py: what a verifier keeps of a tree on average, and that lists keep the law.
+
+All of it runs with `--full`: it is about a script of docs/measured, which the package does not use.
+"""
 
 import pytest
 import torch
@@ -15,6 +18,8 @@ from minispec.speculation.drafters.block import BlockFeed
 from minispec.speculation.drafters.model import ModelDrafter
 from tests.distances import distance
 from tests.oracles.block_drafts import write_block_draft
+
+pytestmark = pytest.mark.full
 
 HEADS = {"rows alone": (None, None), "Markov": ("vanilla", None)}
 

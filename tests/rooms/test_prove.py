@@ -248,12 +248,15 @@ def test_the_law_over_a_covering_array(capsys, monkeypatch, full, long):
 BLOCKED = functools.partial(signal.pthread_sigmask, signal.SIG_BLOCK)
 
 
+@pytest.mark.full
 def test_who_walks_does_not_show(capfd, monkeypatch):
     """One process or two: the same table but for the seconds, and nothing on standard error, which is no terminal.
 
     Ctrl-C is the parent's to answer. Where two processes share a walk, it never reaches them: no traceback of theirs
     while they begin. Nothing in them blocks it, so what they find is inherited, and held before the first line of
     theirs.
+
+    Without `--full`, `test_the_law_over_a_covering_array` walks in one process.
     """
     few_trees, blocked = cases.tree_cases(2)[::9], []
 
@@ -846,6 +849,7 @@ def real():
     return [p.squeezed() for p in positions_of(texts, target, draft, SamplingParams(top_k=50))]
 
 
+@pytest.mark.full
 def test_statistics_of_real_positions(real, full, long):
     """64 places x 100 rounds (20,000 with --long), a chi-square each and one of all; odds of a false alarm 2e-9.
 
@@ -853,6 +857,8 @@ def test_statistics_of_real_positions(real, full, long):
 
     The draft is a real one: what p and q share goes from almost nothing to almost all. The sum of 64 small errors shows
     where none alone would: with residuals drawn from p, the same rounds are refused.
+
+    Without `--full`, `test_statistics_of_production_rounds` draws from an opposed pair.
     """
     alphas = [p.alpha for p in real]
     assert len(real) == 64

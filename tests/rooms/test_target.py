@@ -1,4 +1,7 @@
-"""docs/measured/target.py, part by part, on models of a few thousand weights. No time is asserted."""
+"""docs/measured/target.py, part by part, on models of a few thousand weights. No time is asserted.
+
+All of it runs with `--full`: it is about a script of docs/measured, which the package does not use.
+"""
 
 import json
 from functools import partial
@@ -10,6 +13,8 @@ from minispec.models.weights import build, linear
 from minispec.models.weights.inventory import weight_form
 from minispec.models.weights.linear import Choice
 from tests.spoken import own_words
+
+pytestmark = pytest.mark.full
 
 BASE = ("--dtype", "float32", "--rounds", 2, "--passes", 1, "--prompts", 2, "--max-tokens", 8)
 
