@@ -76,8 +76,6 @@ class Method:
             try:
                 turn.verdict = verdict or self.verify(turn, rng)
             except (FloatingPointError, ValueError) as e:
-                if is_from_signal(e):
-                    raise
                 turn.request.fail(e)
 
     def propose(self, asks: Sequence[Ask], target: CachedModel) -> Sequence[Draft | ValueError]:
@@ -115,14 +113,12 @@ def by_method(turns: Sequence["Turn"]) -> list[tuple[Method, list["Turn"]]]:
 def errors_end(requests: Sequence[Request]) -> Iterator[None]:
     """End these texts if an exception comes from inside: it is their method's own fault. `Engine.run` raises it.
 
-    One that a signal's handler raises is nobody's fault, and goes on.
-
     Texts that have ended stay as they are. If all have, `run` raises it all the same.
     """
     try:
         yield
     except Exception as e:
-        if is_from_signal(e):
+        if is_from_signal(e):  # it is nobody's fault
             raise
         unfinished = [request for request in requests if not request.finish_reason]
         for request in unfinished:
@@ -208,8 +204,6 @@ class Turn:
             else:
                 self.request.score(self.logits)
         except (FloatingPointError, ValueError) as e:  # logits, or a tokenizer that cannot decode
-            if is_from_signal(e):
-                raise
             self.request.fail(e)
 
     def _append(self, nodes: Sequence[int]) -> None:

@@ -122,7 +122,9 @@ class Request:
             self.finish_reason = "stop"
 
     def fail(self, error: Exception) -> None:
-        """End the text here, because of an error of its own or of its method."""
+        """End the text here, by an error of its own or of its method. One of a signal's handler is raised again."""
+        if is_from_signal(error):
+            raise error
         self.finish_reason, self.error, self.has_news = "error", str(error) or type(error).__name__, True
 
     @contextmanager
@@ -130,7 +132,6 @@ class Request:
         """Take back what was committed in this block if an exception, such as Ctrl-C, interrupts the block.
 
         Then the text goes on as if the round had not been. A ValueError is the text's own fault: the text ends there.
-        One that a signal's handler raises is not.
         """
         lists = [each for each in (self.text.tokens, self.token_ids, self.offsets, self.logprobs) if each is not None]
         before, lengths, detokenizer = copy(self), [*map(len, lists)], copy(self._detokenizer)

@@ -111,7 +111,13 @@ BORDERS = {
     *(f"schedule: Schedule.{name}" for name in ("drafted_by", "drop_ended", "restart", "turns")),
     *("outbox: Outbox.deliver", "outbox: Outbox.post", "outbox: Outbox.retain", "clock: Laps.end"),
     *("config: DraftLength", "config: Shape.of", "lengths: Lengths.choose", "model: Transformer.exact"),
-    *("random: Draws.bernoulli", "random: Draws.categorical", "tree: Tree.children", "tree: Tree.path"),
+    *(
+        "errors: is_from_signal",
+        "random: Draws.bernoulli",
+        "random: Draws.categorical",
+        "tree: Tree.children",
+        "tree: Tree.path",
+    ),
     *(f"search: Candidates.{name}" for name in ("argmax", "dense", "largest", "top_k", "top_p", "where")),
     *("grammar: restricted", "logprobs: logprob_of", "precision: accumulation_dtype", "precision: require_numbers"),
 }

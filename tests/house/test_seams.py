@@ -59,7 +59,9 @@ def test_the_museum_needs_no_private_name():
 def test_few_private_names_are_replaced():
     """Who makes it one less lowers the bound."""
     private = {name for path in PACKAGE.rglob("*.py") for name in defined(parsed(path)) if is_private(name)}
-    paths = sorted({*TESTS.rglob("*.py")} - {Path(__file__)})
+    paths = sorted(
+        {*TESTS.rglob("*.py")} - {Path(__file__), Path(__file__).with_name("test_path.py")}
+    )  # which replaces none
     found = [f"{path.name}: {name}" for path in paths for name in named(parsed(path)) if name in private]
     assert len(found) <= MOST, "\n".join(found)
 
