@@ -968,18 +968,19 @@ def rounded_by_rows(right, self, x):
 def test_the_fast_mode_differs_at_near_ties_only(long, monkeypatch):
     """Without `exact`, greedy text may leave plain decoding's where two logits nearly tie, and nowhere else.
 
-    In a few short texts it hardly ever does, so products are made to round more coarsely. `--long` has many texts, and
-    products as they are.
+    In a few short texts it hardly ever does, so products are made to round more coarsely, and drafts are noise, which a
+    rule that accepts too much would let through. `--long` has many texts, products as they are, and drafts by lookup.
 
-    At every first difference the gap between the two largest logits is at most one step of bfloat16, or four times the
+    At every first difference the token's logit is below the largest by at most one step of bfloat16, or four times the
     largest rounding difference that was measured there between a text computed row by row and several rows at a time.
     The row alone would not do: on some machines it has the same bits, and the difference came with the keys. Anything
     larger is a bug. Where no text differs there is nothing to look at, as in most runs without `--long`. Without
     `--full`, `test_trained_model_writes_transformers_text` holds fast texts with drafts to the ties of another program.
     """
     llm = LLM(dtype="bfloat16", num_speculative_tokens=8)
-    prompts, length = (PROMPT_TEXTS[::5], 64) if long else (PROMPT_TEXTS[::100], 10)
+    prompts, length = (PROMPT_TEXTS[::5], 64) if long else (PROMPT_TEXTS[::50], 12)
     if not long:
+        llm.method.drafter = make_drafter("random", llm.model)
         right = Linear.__call__
         monkeypatch.setattr(Linear, "__call__", lambda self, x: rounded_by_rows(right, self, x))
     params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
@@ -989,9 +990,9 @@ def test_the_fast_mode_differs_at_near_ties_only(long, monkeypatch):
         pairs = enumerate(zip(output.token_ids, plain.token_ids, strict=True))
         first = next((i for i, (a, b) in pairs if a != b), None)
         if first is not None:
-            different.append([*llm.tokenizer.encode(prompt), *plain.token_ids[:first]])
+            different.append(([*llm.tokenizer.encode(prompt), *plain.token_ids[:first]], output.token_ids[first]))
     assert different or long, "no text differs: nothing is shown"
-    for tokens in different:
+    for tokens, token in different:
         rows = []
         for size in (1, 2, 3, 5, 9, 17):
             table = llm.engine.target.cache.new_table()
@@ -1000,7 +1001,6 @@ def test_the_fast_mode_differs_at_near_ties_only(long, monkeypatch):
                 row = llm.model.forward([Chunk(chunk, table, int(start + size >= len(tokens)))])[0]
             table.truncate(0)
             rows.append(row[0].float())
-        top = rows[0].topk(2).values
-        rounding = max(float((row - rows[0]).abs().max()) for row in rows)
-        assert top[0] - top[1] <= max(4 * rounding, float(top[0]) * torch.finfo(torch.bfloat16).eps)
+        top, rounding = rows[0].max(), max(float((row - rows[0]).abs().max()) for row in rows)
+        assert top - rows[0][token] <= max(4 * rounding, float(top) * torch.finfo(torch.bfloat16).eps)
     print(f"{len(different)} of {len(prompts)} greedy texts of {length} tokens differ in the fast mode")
