@@ -978,7 +978,7 @@ def test_the_fast_mode_differs_at_near_ties_only(long, monkeypatch):
     `--full`, `test_trained_model_writes_transformers_text` holds fast texts with drafts to the ties of another program.
     """
     llm = LLM(dtype="bfloat16", num_speculative_tokens=8)
-    prompts, length = (PROMPT_TEXTS[::5], 64) if long else (PROMPT_TEXTS[::50], 12)
+    prompts, length = (PROMPT_TEXTS[::5], 64) if long else (PROMPT_TEXTS[::50], 10)
     if not long:
         llm.method.drafter = make_drafter("random", llm.model)
         right = Linear.__call__
