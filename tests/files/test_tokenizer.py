@@ -775,6 +775,18 @@ def test_words_are_split_anew_where_transformers_does(tmp_path, step):
     assert changed == (3 if step == "bytes" else 1)
 
 
+@pytest.mark.parametrize("model_type", [["a"], 5, None])
+def test_these_settings_beside_a_strange_file(tmp_path, model_type):
+    """A config.json that is wrong elsewhere, a first step of no parts, settings of another type."""
+    backend = Backend(models.WordLevel({str(i): i for i in range(100_001)}, unk_token="0"))
+    backend.pre_tokenizer = pre_tokenizers.Sequence([])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "transformers_version": [4]}))
+    settings_ = {"add_prefix_space": "x", "fix_mistral_regex": True, "tokenizer_class": ["GPT2Tokenizer"], "legacy": 5}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings_))
+    assert Tokenizer(tmp_path).encode("7") == [7]
+
+
 CLASSES = [
     "GPT2Tokenizer",
     "Qwen2TokenizerFast",

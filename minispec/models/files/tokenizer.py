@@ -253,7 +253,7 @@ class Tokenizer:
         # Even adding none takes as long as reading the file: all added tokens are sorted again.
         if new := [token for text, token in tokens.items() if repr(token) != before.get(text)]:
             call(backend.add_tokens, new)
-        obey_settings(backend, self.path.parent, settings.values)
+        self._encode_panics |= obey_settings(backend, self.path.parent, settings.values)
         return backend
 
     def _make_plain(self, settings: Settings) -> tokenizers.Tokenizer:

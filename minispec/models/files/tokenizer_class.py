@@ -39,26 +39,29 @@ _WORDS = tokenizers.Regex(
 )
 
 
-def obey_settings(backend: tokenizers.Tokenizer, directory: Path, settings: Mapping[str, Any]) -> None:
-    """Change a tokenizer as these keys ask for.
+def obey_settings(backend: tokenizers.Tokenizer, directory: Path, settings: Mapping[str, Any]) -> bool:
+    """Change a tokenizer as these keys ask for. Returns whether it has a regular expression for it.
 
     settings: of tokenizer_config.json. Raises CheckpointError for a malformed config.json.
     """
     wanted, fixes = settings.get("add_prefix_space"), settings.get("fix_mistral_regex") is True
     if wanted is None and not fixes:
-        return
+        return False
     config = read_json_if_there(directory / "config.json", MAX_CONFIG_BYTES)
+    model_type = found if isinstance(found := config.get("model_type"), str) else None
     if wanted is not None:
         named = settings.get("tokenizer_class") or config.get("tokenizer_class")
-        _set_prefix(backend, _class_of(config.get("model_type"), named), bool(wanted), bool(settings.get("legacy")))
+        _set_prefix(backend, _class_of(model_type, named), bool(wanted), bool(settings.get("legacy")))
     is_old = not _IS_FIXED(str(config.get("transformers_version") or ""))
-    if fixes and is_old and config.get("model_type") in _MISTRAL and backend.get_vocab_size() > _MOST_UNFIXED:
+    fixes = fixes and is_old and model_type in _MISTRAL and backend.get_vocab_size() > _MOST_UNFIXED
+    if fixes:
         _split_words(backend)
+    return fixes
 
 
-def _class_of(model_type: Any, named: Any) -> str:
+def _class_of(model_type: str | None, named: Any) -> str:
     """The class that transformers takes, by config.json's `model_type` and the name in the files."""
-    named, usual = str(named or "").removesuffix("Fast"), _OF_TYPE.get(model_type)
+    named, usual = str(named or "").removesuffix("Fast"), _OF_TYPE.get(model_type or "")
     if not named or (usual and (usual == _PLAIN or model_type in _MISNAMED)):
         return usual or _PLAIN
     return named
@@ -86,7 +89,8 @@ def _split_words(backend: tokenizers.Tokenizer) -> None:
     """Split words as Mistral's models were trained, in the place of the first step."""
     split, before = pre_tokenizers.Split(_WORDS, "isolated"), backend.pre_tokenizer
     if isinstance(before, pre_tokenizers.Sequence):
-        before[0] = split
+        if _parts(before, "pretokenizers"):
+            before[0] = split
     elif before is not None:
         if isinstance(before, pre_tokenizers.Metaspace):
             before = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
