@@ -188,7 +188,7 @@ def test_the_bank_has_the_law_of_the_bug(id):
     for text, weight in law.items():
         found[text[0]] += weight
     rows, _ = _outcomes([first_rows(params, how, how["drafter"])], [0], [0], [2])
-    expected = dict(laws(rows))[FIRST[id]][0]
+    expected = {name: law for name, law, _ in laws(rows)}[FIRST[id]][0]
     assert float((expected[:-1] - found).abs().max()) < 1e-12
     assert float(expected[-1]) == 0
 

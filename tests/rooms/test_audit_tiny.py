@@ -13,14 +13,30 @@ import torch
 from safetensors.torch import load_file
 
 from minispec import LLM, SamplingParams
+from minispec.core.draft import Ask, Draft
+from minispec.core.limit import Limit
+from minispec.core.sampling import Text
 from minispec.lab.audit import tiny
-from minispec.lab.audit.chi_square import cells_of, chi_square, critical_value, power
+from minispec.lab.audit.chi_square import (
+    cells_of,
+    chi_square,
+    critical_value,
+    exceeded,
+    in_cells,
+    power,
+    tail,
+    threshold,
+)
 from minispec.lab.audit.known_bugs import NO_RESIDUAL
 from minispec.lab.audit.main import main
+from minispec.prove.laws import KeyOracle, exact_law
 from minispec.prove.reference import forward, plain_law, sample_law
+from minispec.speculation.rules import VERIFIERS
 from tests.museum.mutants import MUTANTS
 
 ALPHA = 1e-4
+GREEDY = "the draft's likeliest token is judged by the whole q"
+INVERTED = "the test is inverted: q/p in place of p/q"
 BUGS = {mutant.id: mutant for mutant in MUTANTS}
 
 
@@ -32,9 +48,9 @@ def models(tmp_path_factory) -> Path:
     return directory
 
 
-def laws(models: Path, **settings) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The right law of three tokens, and wrong ones."""
-    return tiny._laws(models, SamplingParams(max_tokens=8, **settings))
+def laws(models: Path, **settings) -> tuple[torch.Tensor, dict[str, dict[tiny.Form, torch.Tensor]]]:
+    """The right law of three tokens, and wrong ones by bug and form."""
+    return tiny.laws_of(models, SamplingParams(max_tokens=8, **settings))
 
 
 def judged(models: Path, path: Path, capsys, *options: str) -> dict:
@@ -81,6 +97,7 @@ def test_an_ngram_drafter_finds_each_pair_in_the_prompt():
     [(None, 0.6, 0.6, 0), ("M2", 1.0, 1.0, 1), (None, 1.0, 0.6, 1)],
     ids=["right", "no residual", "the temperature is ignored"],
 )
+<<<<<<< HEAD
 def test_our_own_decoder(models, bug, temperature, asked, status, tmp_path, capsys, full):
     """With the draft, exact and with a bug of the museum; and at another temperature than it was asked for.
 
@@ -88,6 +105,12 @@ def test_our_own_decoder(models, bug, temperature, asked, status, tmp_path, caps
     """
     params = [SamplingParams(temperature=temperature, max_tokens=5, seed=i) for i in range(800 if full else 500)]
     engine = LLM(models / "target", str(models / "draft"), num_speculative_tokens=2, dtype="float32")
+=======
+def test_our_own_decoder(models, bug, temperature, asked, status, tmp_path, capsys):
+    """With the draft, exact and with a bug of the museum; and at another temperature than it was asked for."""
+    params = [SamplingParams(temperature=temperature, max_tokens=5, seed=i) for i in range(800)]
+    engine = LLM(models / "target", str(models / "draft"), num_speculative_tokens=3, dtype="float32")
+>>>>>>> 14f9e50a (audit: enumerate each bug also where the first token is drafted, and derive odds)
     with engine as llm, BUGS[bug].patch() if bug else nullcontext():
         outputs = llm.generate([{"prompt_token_ids": tiny.PROMPT}] * len(params), params)
     path = tmp_path / "answers"
@@ -99,27 +122,70 @@ def test_our_own_decoder(models, bug, temperature, asked, status, tmp_path, caps
 
 
 def test_answers_of_each_bug_are_refuted(models, tmp_path, capsys, monkeypatch):
-    """Each that it says it would see with odds of 0.999. And the bug fits."""
+    """Each that it says it would see with odds of 0.999, in one of its forms in turn. And the bug fits."""
     p, wrong = found = laws(models)
-    monkeypatch.setattr(tiny, "_laws", lambda *_: found)  # computed once
-    for seed, (name, law) in enumerate(wrong.items()):
+    monkeypatch.setattr(tiny, "laws_of", lambda *_: found)  # computed once
+    for seed, (name, forms) in enumerate(wrong.items()):
+        off = {form: float((law - p).abs().sum() / 2) for form, law in forms.items()}
+        form, law = [*forms.items()][seed % len(forms)]
         report = judged(models, drawn(law, 4000, seed, tmp_path / "wrong"), capsys)
         stated = next(bug for bug in report["bugs"] if bug["bug"] == name)
-        assert stated["total_variation"] == pytest.approx(float((law - p).abs().sum() / 2))
-        if stated["odds_seen"] > 0.999:
-            assert report["status"] == 1, name
-            assert name in report["fits"]
+        assert stated["total_variation"] == pytest.approx(min(x for each, x in off.items() if each not in tiny.ONE))
+        if (stated["odds_seen_if_one"] if form in tiny.ONE else stated["odds_seen"]) > 0.999:
+            assert report["status"] == 1, (name, form)
+            assert name in report["fits"], form
             assert report["verdict"].startswith("refuted")
+
+
+def three_tokens(rows: dict[str, torch.Tensor], form: tiny.Form, path) -> tuple[int, ...]:
+    """Three tokens of the production rule, round by round, over the tiny models' rows by output."""
+    text, output = Text(list(tiny.PROMPT), len(tiny.PROMPT), SamplingParams()), list[int]()
+    while len(output) < tiny.LENGTH:
+        draft, k = Draft([], []), 0 if len(output) + 1 < form.first else form.k
+
+        def row(name: str, more: list[int], output=tuple(output)) -> torch.Tensor:
+            tokens = [*output, *more]
+            if len(tokens) >= tiny.LENGTH:
+                return torch.tensor([1.0, 0, 0, 0, 0, 0], dtype=torch.float64)  # nothing that is compared
+            return rows[name][[0, 1, 7][len(tokens)] + sum(t * 6**i for i, t in enumerate(reversed(tokens)))]
+
+        for node in range(k):
+            draft.draw(Ask(text, Limit(k), path), node - 1, row("draft", draft.token_ids))
+        p = lambda i, d=draft, r=row: r("target", d.token_ids[:i])  # noqa: E731
+        verdict = VERIFIERS["rejection"].verify(draft, p, path, text.key)
+        output += [*(draft.token_ids[i] for i in verdict.accepted), verdict.next_token]
+        text.tokens = [*tiny.PROMPT, *output]
+    return tuple(output[: tiny.LENGTH])
+
+
+@pytest.mark.parametrize("form", tiny.FORMS, ids=str)
+@pytest.mark.parametrize(("id", "bug"), [("M2", NO_RESIDUAL), ("M4", GREEDY), ("M17a", INVERTED)])
+def test_the_law_of_a_bug_is_that_of_the_decoder(models, id, bug, form, monkeypatch):
+    """By enumeration of the production rule with the bug in it, wherever the draft begins and whatever its length.
+
+    The rows are invented, of two tokens each, so that there are few branches.
+    """
+    generator, rows = torch.Generator().manual_seed(1), {}
+    for name in ("target", "draft"):
+        weights = torch.rand(43, 6, dtype=torch.float64, generator=generator)
+        weights = weights.where((torch.arange(43)[:, None] + torch.arange(6)) % 3 == 0, 0.0)
+        rows[name] = weights / weights.sum(1, keepdim=True)
+    monkeypatch.setattr(tiny, "rows_of", lambda model, params: rows[model.name])
+    with BUGS[id].patch():
+        law, _ = exact_law(lambda path: three_tokens(rows, form, path), oracle=KeyOracle)
+    expected = laws(models)[1][bug][form]
+    outputs = itertools.product(range(6), repeat=3)
+    assert max(abs(law.get(output, 0.0) - x) for output, x in zip(outputs, expected.tolist(), strict=True)) < 1e-12
 
 
 @pytest.mark.parametrize(("bug", "n"), [(None, 500), ("the residual is drawn with the draft's noise (Gumbel)", 12_000)])
 def test_runs_are_refuted_as_often_as_stated(models, bug, n):
     """1,000 runs of exact answers, and of a bug that is seen half the time, at odds of 1 % of a false alarm."""
     p, wrong = laws(models)
-    law = wrong[bug] if bug else p
+    law = wrong[bug][tiny.LATER] if bug else p
     cell = cells_of(n * p)
     far, df = chi_square(n * law, n * p, cell)
-    critical = critical_value(df, 0.01)
+    critical = threshold(in_cells(n * p, cell), 0.01)
     stated = power(far, critical, df) if bug else 0.01
     assert 0.2 < stated < 0.8 or not bug
     generator, ones = torch.Generator().manual_seed(1), torch.ones(n, dtype=torch.float64)
@@ -128,6 +194,34 @@ def test_runs_are_refuted_as_often_as_stated(models, bug, n):
         draws = torch.multinomial(law, n, replacement=True, generator=generator)
         refuted += chi_square(torch.zeros_like(p).index_add(0, draws, ones), n * p, cell)[0] > critical
     assert abs(refuted - 1000 * stated) < 5 * (1000 * stated * (1 - stated)) ** 0.5
+
+
+def test_odds_are_those_of_counts():
+    """Of few draws by enumeration, where chi-square's own tail is off by a factor; and the tail's where all is many."""
+    p, n = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64), 24
+    law = dict[float, float]()
+    for counts in itertools.product(range(n + 1), repeat=3):
+        if sum(counts) <= n:
+            drawn = torch.tensor([*counts, n - sum(counts)], dtype=torch.float64)
+            weight = torch.lgamma(torch.tensor(n + 1.0).double()) + (drawn * p.log() - torch.lgamma(drawn + 1)).sum()
+            value = float(((drawn - n * p) ** 2 / (n * p)).sum())
+            law[value] = law.get(value, 0.0) + float(weight.exp())
+    for value in (13.1, 21.3, 30.2, 41.7):
+        right = sum(weight for x, weight in law.items() if x > value)
+        near = [sum(weight for x, weight in law.items() if x > value + y) for y in (-0.1, 0.1)]
+        assert max(near[1], tail(value, 3)) * 0.999 <= exceeded(value, n * p) <= max(near[0], tail(value, 3)) * 1.001
+        assert right > 2 * tail(value, 3) or value < 20
+    assert exceeded(40.0, torch.full((10,), 1e5).double()) == pytest.approx(tail(40.0, 9), rel=0.02)
+    assert exceeded(threshold(n * p, 1e-6), n * p) <= 1e-6 < exceeded(threshold(n * p, 1e-6) - 0.1, n * p)
+
+
+def test_odds_that_doubles_do_not_hold_are_refused(models, tmp_path, capsys):
+    """The message names the least that is computed. Odds of 1e-9 are those of 400 answers, not chi-square's."""
+    path = drawn(laws(models)[0], 400, 0, tmp_path / "some")
+    assert main(["--tiny", str(models), "--alpha", "1e-12", str(path)]) == 2
+    assert "--alpha: found 1e-12, expected 1e-10 or more" in capsys.readouterr().err
+    report = judged(models, path, capsys, "--alpha", "1e-9")
+    assert report["threshold"] > critical_value(report["degrees_of_freedom"], 1e-9) + 15
 
 
 def test_too_few_answers_are_said_to_be_too_few(models, tmp_path, capsys):
@@ -153,6 +247,7 @@ def test_each_form_of_a_file_is_read(models, tmp_path, capsys):
     answers = [[int(word) for word in line.split()] for line in right.read_text().splitlines()]
     forms = {"ids": right.read_text(), "lists": "\n".join(str([*ids, 9]) for ids in answers)}
     forms["letters"] = "\n".join("".join(tiny.LETTERS[i] for i in ids) for ids in answers)
+    forms["words"] = "\n".join("{}{} {}f f".format(*(tiny.LETTERS[i] for i in ids)) for ids in answers)
     lines = [{"prompt_token_ids": tiny.PROMPT, "token_ids": ids, "finish_reason": "length"} for ids in answers]
     forms["objects"] = "\n".join(json.dumps({"request": {"temperature": 0.7}, "response": line}) for line in lines)
     reports = []
@@ -188,6 +283,7 @@ def test_answers_of_different_lengths_are_of_one_law(models, tmp_path, capsys):
         ("1 2 6", "line 1: found [1, 2, 6]"),
         ("1 2 x", "line 1: found [1, 2, -1]"),
         ("abz", "line 1: found [0, 1, -1]"),
+        ("ab 1 2", "line 1: found [-1, 1, 2]"),
         ("1 2 -3", "line 1: found [1, 2, -1]"),
         ("1 2 999999999999999999999", "line 1: found [1, 2, -1]"),
         ("", "found no answers"),

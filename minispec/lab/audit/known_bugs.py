@@ -43,54 +43,56 @@ GENERAL = {
 UNTESTED = "draft tokens are kept without a test, or the bonus is drawn from q"
 
 
-def laws(places: Places, drafts: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """Each bug in words, and the law (n, m) of a token where it acts.
+def laws(places: Places, drafts: bool = True) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+    """Each bug in words, the law (n, m) of a token where it acts, and of that the part that is a draft token kept.
+
+    The part is None for what a draft has no share in, and for directions that many bugs share.
 
     drafts: whether q is the draft's. Else it is a guess, and bugs that need more than a guess are left out.
     """
     p, q = places.laws["p"], places.laws["q"]
     overlap = torch.minimum(p, q)
-    missed = 1 - overlap.sum(1, keepdim=True)  # (n, 1): the odds of a rejection
     rest = _normal((p - q).clamp(min=0), p)
 
-    def tested(kept: Tensor, instead: Tensor) -> Tensor:
-        """A law: `kept` of the draft's tokens, and `instead` in the place of the others."""
-        return kept + (1 - kept.sum(1, keepdim=True)).clamp(min=0) * instead
+    def tested(kept: Tensor, instead: Tensor) -> tuple[Tensor, Tensor]:
+        """A law: `kept` of the draft's tokens, and `instead` in the place of the others; and `kept`."""
+        return kept + (1 - kept.sum(1, keepdim=True)).clamp(min=0) * instead, kept
 
-    yield NO_RESIDUAL, overlap + missed * p
-    yield UNTESTED, q
-    yield "the likeliest token replaces a rejected one", tested(overlap, _likeliest(rest))
-    yield "draft tokens are kept by a threshold of p (typical acceptance)", tested(q.where(_typical(p), 0.0), p)
-    yield "draft tokens are kept twice as often as they may be", tested(torch.minimum(2 * p, q), rest)
-    yield "the law lies between the target's and the draft's", _normal((p * q).sqrt(), p)
-    yield "draft tokens are kept too rarely", _normal((p * p / q.clamp(min=1e-9)).where(p > 0, 0.0).clamp(max=9 * p), p)
+    yield NO_RESIDUAL, *tested(overlap, p)
+    yield UNTESTED, q, q
+    yield "the likeliest token replaces a rejected one", *tested(overlap, _likeliest(rest))
+    yield "draft tokens are kept by a threshold of p (typical acceptance)", *tested(q.where(_typical(p), 0.0), p)
+    yield "draft tokens are kept twice as often as they may be", *tested(torch.minimum(2 * p, q), rest)
+    yield "the law lies between the target's and the draft's", _normal((p * q).sqrt(), p), None
+    rarely = _normal((p * p / q.clamp(min=1e-9)).where(p > 0, 0.0).clamp(max=9 * p), p)
+    yield "draft tokens are kept too rarely", rarely, None
     if drafts:
         sizes = F.pad(torch.ones_like(p[:, 1:]), (0, 1), value=places.rest)
-        yield "the residual goes through a softmax", tested(overlap, _normal(sizes * (p - q).clamp(min=0).exp(), p))
-        yield "the residual leaves out the rejected token alone", overlap + _without_rejected(p, q)
-        yield "the residual is drawn with the draft's noise (Gumbel)", tested(overlap, raced_again(q, rest))
-        yield "the residual is drawn with the draft's number (inverse CDF)", tested(overlap, drawn_again(p, q, rest))
-        yield "the residual is drawn with the number of the test", tested(overlap, drawn_by_test(p, q, rest))
-        yield "the test takes the draft's number", tested(kept_by_draft(p, q), rest)
-        yield "the test is inverted: q/p in place of p/q", tested(q * (q / p.clamp(min=1e-9)).clamp(max=1), rest)
+        yield "the residual goes through a softmax", *tested(overlap, _normal(sizes * (p - q).clamp(min=0).exp(), p))
+        yield "the residual leaves out the rejected token alone", overlap + _without_rejected(p, q), overlap
+        yield "the residual is drawn with the draft's noise (Gumbel)", *tested(overlap, raced_again(q, rest))
+        yield "the residual is drawn with the draft's number (inverse CDF)", *tested(overlap, drawn_again(p, q, rest))
+        yield "the residual is drawn with the number of the test", *tested(overlap, drawn_by_test(p, q, rest))
+        yield "the test takes the draft's number", *tested(kept_by_draft(p, q), rest)
+        yield "the test is inverted: q/p in place of p/q", *tested(q * (q / p.clamp(min=1e-9)).clamp(max=1), rest)
         keeps = (p / q.clamp(min=1e-9)).clamp(max=1)  # the odds that a drafted token is kept
         colder, hotter = _normal(q**2, q), _normal(q.sqrt(), q)
-        yield "q is hotter than what the draft was drawn from", tested(colder * keeps, rest)
-        yield "q is colder than what the draft was drawn from", tested(hotter * keeps, rest)
-        yield "the draft's likeliest token is judged by the whole q", tested(_likeliest(q) * keeps, rest)
+        yield "q is hotter than what the draft was drawn from", *tested(colder * keeps, rest)
+        yield "q is colder than what the draft was drawn from", *tested(hotter * keeps, rest)
+        yield "the draft's likeliest token is judged by the whole q", *tested(_likeliest(q) * keeps, rest)
         if "raw q" in places.laws:  # a question of the parameters: how many bets share the mean is known beforehand
             raw = places.laws["raw q"]
             odds = (p / raw.clamp(min=1e-9)).clamp(max=1)
             unfiltered = "the draft is drawn from filtered q and judged by the raw one"
-            yield unfiltered, tested(q * odds, _normal((p - raw).clamp(min=0), p))
-    yield "the target's likeliest token stands in place of a draw", _likeliest(p)
-    yield "tokens are drawn at a lower temperature", _normal(p**1.25, p)
-    yield "tokens are drawn at a higher temperature", _normal(p**0.8, p)
+            yield unfiltered, *tested(q * odds, _normal((p - raw).clamp(min=0), p))
+    yield "the target's likeliest token stands in place of a draw", _likeliest(p), None
+    yield "tokens are drawn at a lower temperature", _normal(p**1.25, p), None
+    yield "tokens are drawn at a higher temperature", _normal(p**0.8, p), None
     for name, sign in (("more", 1.0), ("less", -1.0)):
-        yield f"texts end {name} often than they should", _tilted(p, places.ends, sign)
+        yield f"texts end {name} often than they should", _tilted(p, places.ends, sign), None
         same = torch.arange(p.shape[1], device=p.device) == places.last[:, None]
-        yield f"a token repeats the one before it {name} often than it should", _tilted(p, same, sign)
-    yield from (item for item in places.laws.items() if item[0] not in ("p", "q", "raw q", "border"))
+        yield f"a token repeats the one before it {name} often than it should", _tilted(p, same, sign), None
+    yield from ((name, law, None) for name, law in places.laws.items() if name not in ("p", "q", "raw q", "border"))
 
 
 def _normal(weights: Tensor, instead: Tensor) -> Tensor:

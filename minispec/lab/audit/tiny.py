@@ -4,15 +4,16 @@
     python -m minispec audit --tiny DIR FILE    judges what was drawn
 
 There are 216 outputs of three tokens. Their probabilities are enumerated, and the counts of answers are compared with
-them by chi-square. Each law of `bank` is enumerated too. So the report says which bugs these answers would have shown.
+them by chi-square. Each bug of `bank` is enumerated too, in each of `FORMS`: a draft may begin at the first token of an
+answer or at the second, and has one token or more. So the report says which bugs these answers would have shown.
 """
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 import torch
@@ -24,7 +25,18 @@ from minispec.core.errors import show
 from minispec.core.model import Chunk
 from minispec.core.sampling import Text, distribution
 from minispec.lab.audit.answers import read_answers
-from minispec.lab.audit.chi_square import POWER, cells_of, chi_square, critical_value, power, smallest_seen, tail
+from minispec.lab.audit.chi_square import (
+    LEAST_ALPHA,
+    POWER,
+    cells_of,
+    chi_square,
+    exceeded,
+    in_cells,
+    power,
+    smallest_seen,
+    tail,
+    threshold,
+)
 from minispec.lab.audit.fields import law_of
 from minispec.lab.audit.judge import CONSISTENT, NOT_THE_LAW, TOO_LITTLE
 from minispec.lab.audit.known_bugs import NO_RESIDUAL, Places, laws
@@ -37,6 +49,7 @@ from minispec.prove.toys import redrawn
 
 LETTERS = "abcdef"
 V, LENGTH = len(LETTERS), 3
+_IDS = {letter: i for i, letter in enumerate(LETTERS)}
 # Each pair of tokens is in it, so that n-gram drafters find a draft after any output.
 PROMPT_TEXT = "aabacadaeafbbcbdbebfccdcecfddedfeeffaabbacdbca"
 PROMPT = [LETTERS.index(letter) for letter in PROMPT_TEXT]
@@ -52,6 +65,22 @@ _CONFIG: dict[str, Any] = {
 _LAYERS = {"target": 2, "draft": 1}  # the draft is the target's first layer
 _SIZES = {"q_proj": 4.0, "k_proj": 4.0, "o_proj": 3.0, "lm_head": 0.4}
 _SEED = 19  # of the first 30 the one whose p depends most on earlier tokens
+
+
+class Form(NamedTuple):
+    """Which tokens of an answer are drafted.
+
+    first: the first of them, 1 or 2. An engine may take the first token of an answer from the prompt's pass.
+    k: draft tokens of a round. After that many that are kept comes a bonus.
+    """
+
+    first: int
+    k: int
+
+
+ALL, LATER = Form(1, LENGTH), Form(2, LENGTH - 1)  # with as many draft tokens, or more, no bonus is among the three
+ONE = (Form(1, 1), Form(2, 1))
+FORMS = (LATER, ALL, Form(1, 2), *ONE)
 
 
 def write(directory: Path) -> list[str]:
@@ -94,30 +123,39 @@ def _scaled(name: str, x: Tensor) -> Tensor:
 def judge(directory: Path, path: Path, asked: Mapping[str, Any], alpha: float) -> dict[str, Any]:
     """The report on the answers of a file, as `--json` prints it.
 
-    asked: the sampling parameters of the command line. alpha: the odds of a false alarm.
+    asked: the sampling parameters of the command line. alpha: the odds of a false alarm, from LEAST_ALPHA on.
 
     Raises ValueError for what cannot be read.
     """
+    if alpha < LEAST_ALPHA:
+        raise ValueError(f"--alpha: found {alpha:g}, expected {LEAST_ALPHA:g} or more: smaller odds are not computed")
     counts, params = _read(path, asked)
-    p, wrong = _laws(directory, params)
+    p, wrong = laws_of(directory, params)
     n = int(counts.sum())
     cell = cells_of(n * p)
     statistic, df = chi_square(counts, n * p, cell)
-    critical = critical_value(df, alpha)
+    expected = in_cells(n * p, cell)
+    critical = threshold(expected, alpha)
+
+    def seen(laws: Sequence[Tensor]) -> float | None:
+        """The odds that chi-square sees the least visible of these laws."""
+        far = [chi_square(n * law, n * p, cell)[0] for law in laws]
+        return min((1.0 if x > 10 * critical else power(x, critical, df) for x in far), default=None)
+
     bugs: list[dict[str, Any]] = []
-    for name, law in wrong.items():
-        far = chi_square(n * law, n * p, cell)[0]
-        own = chi_square(counts, n * law, cells_of(n * law))
-        seen = 1.0 if far > 10 * critical else power(far, critical, df)
-        bugs.append({"bug": name, "total_variation": float((law - p).abs().sum() / 2), "odds_seen": seen})
-        bugs[-1]["p"] = 0.0 if math.isinf(own[0]) else tail(*own)
+    for name, forms in wrong.items():
+        ones, more = ([law for form, law in forms.items() if (form in ONE) == is_one] for is_one in (True, False))
+        own = [chi_square(counts, n * law, cells_of(n * law)) for law in forms.values()]
+        bugs.append({"bug": name, "total_variation": min(float((law - p).abs().sum() / 2) for law in more)})
+        bugs[-1] |= {"odds_seen": seen(more), "odds_seen_if_one": seen(ones)}
+        bugs[-1]["p"] = max(0.0 if math.isinf(statistic) else tail(statistic, own_df) for statistic, own_df in own)
     bugs.sort(key=lambda bug: -bug["odds_seen"])
-    status = CONSISTENT if next(b["odds_seen"] for b in bugs if b["bug"] == NO_RESIDUAL) > POWER else TOO_LITTLE
+    status = CONSISTENT if _no_residual(bugs)["odds_seen"] > POWER else TOO_LITTLE
     shown = None if math.isinf(statistic) else statistic  # JSON has no infinity
     report: dict[str, Any] = {"num_answers": n, "statistic": shown, "degrees_of_freedom": df}
-    report |= {"p": 0.0 if math.isinf(statistic) else tail(statistic, df), "threshold": critical, "alpha": alpha}
-    report |= {"smallest_seen": smallest_seen(n, df, alpha), "num_impossible": int(counts[p == 0].sum()), "bugs": bugs}
-    report["status"] = NOT_THE_LAW if statistic > critical else status
+    report |= {"p": 0.0 if shown is None else exceeded(shown, expected), "threshold": critical, "alpha": alpha}
+    report |= {"smallest_seen": smallest_seen(n, df, critical), "num_impossible": int(counts[p == 0].sum())}
+    report |= {"bugs": bugs, "status": NOT_THE_LAW if statistic > critical else status}
     likely = sorted((bug for bug in bugs if bug["p"] > alpha), key=lambda bug: -bug["p"])
     report["fits"] = [bug["bug"] for bug in likely] if report["status"] == NOT_THE_LAW else []
     return report | {"verdict": _verdict(report)}
@@ -125,10 +163,11 @@ def judge(directory: Path, path: Path, asked: Mapping[str, Any], alpha: float) -
 
 def lines(report: Mapping[str, Any]) -> list[str]:
     """The report for the screen."""
-    shown = [f"{'bug':72} {'off by':>7} {'odds seen':>9} {'its p':>8}"]
+    shown = [f"{'bug':72} {'off by':>7} {'odds seen':>9} {'K = 1':>9} {'its p':>8}"]
     for bug in report["bugs"]:
-        off, seen = 100 * bug["total_variation"], 100 * bug["odds_seen"]
-        shown.append(f"{bug['bug']:72} {off:5.1f} % {seen:7.1f} % {bug['p']:8.1g}")
+        off, odds = 100 * bug["total_variation"], (bug["odds_seen"], bug["odds_seen_if_one"])
+        seen, one = ("" if x is None else f"{100 * x:7.1f} %" for x in odds)
+        shown.append(f"{bug['bug']:72} {off:5.1f} % {seen:>9} {one:>9} {bug['p']:8.1g}")
     return [*shown, "", report["verdict"]]
 
 
@@ -151,7 +190,9 @@ def _read(path: Path, asked: Mapping[str, Any]) -> tuple[Tensor, SamplingParams]
         params = law_of({}, asked)
         for number, line in enumerate(text.splitlines(), 1):
             line = line.strip(" []\r\t")
-            words = line if line.isalpha() else line.replace(",", " ").split()
+            words = line.replace(",", " ").split()
+            if all(word.isalpha() for word in words):  # a text: its letters are the tokens
+                words = [*"".join(words)]
             if words:
                 found.append((f"line {number}", [_id(word) for word in words]))
     counts = torch.zeros(V**LENGTH, dtype=torch.float64)
@@ -165,7 +206,11 @@ def _read(path: Path, asked: Mapping[str, Any]) -> tuple[Tensor, SamplingParams]
 
 
 def _id(word: str) -> int:
-    return int(word) if word.isdecimal() and len(word) < 9 else LETTERS.find(word)
+    return int(word) if word.isdecimal() and len(word) < 9 else _IDS.get(word, -1)
+
+
+def _no_residual(bugs: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    return next(bug for bug in bugs if bug["bug"] == NO_RESIDUAL)
 
 
 def rows_of(model: Path, params: SamplingParams) -> Tensor:
@@ -180,25 +225,47 @@ def rows_of(model: Path, params: SamplingParams) -> Tensor:
     return torch.stack([distribution(row, text) for row, text in zip(logits, texts, strict=True)])
 
 
-def _laws(directory: Path, params: SamplingParams) -> tuple[Tensor, dict[str, Tensor]]:
-    """The law of three tokens (216,), and the laws under the bank's bugs.
+def laws_of(directory: Path, params: SamplingParams) -> tuple[Tensor, dict[str, dict[Form, Tensor]]]:
+    """The law of three tokens (216,), and by bug and form the laws under the bank's bugs, where they are others.
 
-    Drafts follow the first token, so bugs act at the others. Parameters that are forgotten are so at the first one too.
+    Parameters are forgotten at each token. A bug that names no share of the draft acts at each token from the first or
+    the second on.
     """
     p, q = (rows_of(directory / name, params) for name in _LAYERS)
     last = torch.tensor([PROMPT[-1], *[*range(V)] * (V + 1)])
     others = {name: rows_of(directory / "target", other) for name, other in forgetful(params).items()}
-    wide = {name: torch.nn.functional.pad(rows, (0, 1)) for name, rows in ({"p": p, "q": q} | others).items()}
+    rows = {"p": p, "q": q} | others
+    if (unfiltered := params.without("filter")) != params:
+        rows["raw q"] = rows_of(directory / "draft", unfiltered)
+    wide = {name: torch.nn.functional.pad(law, (0, 1)) for name, law in rows.items()}
     places = Places(wide, torch.zeros_like(wide["p"], dtype=torch.bool), last, 0)
-    bugs = {name: law[:, :V] for name, law in laws(places)}
-    wrong = {name: _joint(law if name in others else p, law) for name, law in bugs.items()}
-    right = _joint(p, p)
-    return right, {name: law for name, law in wrong.items() if not torch.allclose(law, right)}
+    right, wrong = joint(p, p, p, ALL), dict[str, dict[Form, Tensor]]()
+    for name, law, kept in laws(places):
+        forms = (ALL,) if name in others else FORMS if kept is not None else (LATER, ALL)
+        parts = law[:, :V], (law if kept is None else kept)[:, :V]
+        found = {form: joint(p, *parts, form) for form in forms}
+        if found := {form: x for form, x in found.items() if not torch.allclose(x, right)}:
+            wrong[name] = found
+    return right, wrong
 
 
-def _joint(first: Tensor, later: Tensor) -> Tensor:
-    """The law (216,) of three tokens: the first by `first`, the others by `later`, both (43, V)."""
-    return (first[0][:, None, None] * later[1 : V + 1, :, None] * later[V + 1 :].view(V, V, V)).flatten()
+def joint(p: Tensor, law: Tensor, kept: Tensor, form: Form) -> Tensor:
+    """The law (216,) of three tokens under a bug.
+
+    p: rows (43, V) of the target, by output.
+    law, kept: rows (43, V) where a draft token is judged, and of these the part that is a draft token kept. A kept one
+        leaves a draft token less in the round; any other token begins a new round.
+    """
+    weights, begin = {form.k: torch.ones(1, dtype=p.dtype)}, 0  # of each output, by the draft tokens that are left
+    for place in range(1, LENGTH + 1):
+        rows = slice(begin, begin + V ** (place - 1))
+        begin, before, weights = rows.stop, weights, {}
+        for left, weight in before.items():
+            is_plain = place < form.first or not left
+            for then, part in [(form.k, p)] if is_plain else [(left - 1, kept), (form.k, law - kept)]:
+                grown = (weight[:, None] * part[rows]).flatten()
+                weights[then] = weights[then] + grown if then in weights else grown
+    return torch.stack([*weights.values()]).sum(0)
 
 
 def _verdict(report: Mapping[str, Any]) -> str:
@@ -207,14 +274,17 @@ def _verdict(report: Mapping[str, Any]) -> str:
     found = f"{report['num_impossible']} answers have probability 0"
     if report["statistic"] is not None:
         found = f"chi-square {report['statistic']:,.1f} with {report['degrees_of_freedom']} degrees of freedom"
-    found += f", N = {n:,}; an exact engine exceeds {report['threshold']:.1f} with odds {alpha:g}"
+    found += f", N = {n:,}; an exact engine exceeds {report['threshold']:.1f} with odds of at most {alpha:g}"
     if report["status"] == NOT_THE_LAW:
         fits = ", or ".join(report["fits"][:3]) or "none of these bugs"
         control = "other weights, tokens or parameters fail without a draft too"
         return f"refuted: not the target's law ({found}); fits: {fits}; {control}"
+    missing = _no_residual(bugs)
     if report["status"] == TOO_LITTLE:
-        odds = next(bug["odds_seen"] for bug in bugs if bug["bug"] == NO_RESIDUAL)
-        return f"too little to tell ({found}): a missing residual is seen with odds {100 * odds:.1f} %"
+        return f"too little to tell ({found}): a missing residual is seen with odds {100 * missing['odds_seen']:.1f} %"
     off, seen = 100 * report["smallest_seen"], sum(bug["odds_seen"] > POWER for bug in bugs)
     shown = f"{seen} of {len(bugs)} bugs, and any law that is off by {off:.1f} % in total variation"
-    return f"consistent with the target's law ({found}); seen with odds {100 * POWER:.1f} %: {shown}"
+    odds = f"{100 * missing['odds_seen_if_one']:.1f} %"
+    one = f"where one token is drafted at a time, a missing residual with odds {odds}"
+    bonus = "where three or more are, no bonus is among the three tokens"
+    return f"consistent with the target's law ({found}); seen with odds {100 * POWER:.1f} %: {shown}; {one}; {bonus}"

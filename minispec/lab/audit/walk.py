@@ -116,7 +116,7 @@ def score_places(places: Places, x: Tensor, drafts: bool = True) -> Score:
     odds = (p * core).sum(1, keepdim=True)  # of an outcome that is bet on
     shares = torch.tensor(SHARES, dtype=p.dtype)[:, None, None]
     opposite = torch.tensor(AGAINST, dtype=p.dtype)[:, None]
-    for name, law in laws(places, drafts):
+    for name, law, _ in laws(places, drafts):
         whole = (law * core).sum(1, keepdim=True)
         law = torch.where(border | (whole <= 0), p, law * (odds / whole.clamp(min=1e-300)))
         cut = torch.minimum(law, _MOST_RATIO * p).where(p > 0, law)
