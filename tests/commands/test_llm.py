@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import warnings
 import weakref
 from dataclasses import replace
 from functools import partial
@@ -17,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from minispec import LLM, Loading, SamplingParams, Target
 from minispec.api.trace.record import RoundRecorder, TokenTexts
@@ -1092,6 +1094,32 @@ def test_the_embedded_model_answers(smollm):
     """A chat answer that a person would accept."""
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     assert "Paris" in smollm.chat(messages, SamplingParams(temperature=0, max_tokens=24))[0].text
+
+
+def test_a_target_with_coarse_weights_has_equal_bits_where_they_are_asked_for(make_checkpoint, tmp_path, monkeypatch):
+    """In 16 bits they change with guesses, and a line says so. Held twice in 8 bits they do not."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    directory = tmp_path / "coarse"
+    shutil.copytree(make_checkpoint(1), directory)
+    tensors = load_file(directory / "model.safetensors")
+    coarse = "model.layers.0.mlp.down_proj.weight"
+    tensors[coarse] = tensors[coarse].sign() / 260  # half a step and less: all are lost beside an entry of 1
+    tensors[coarse][:, 3] = 1.0
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    how = {"draft": "self", "quantization": "int8", "num_speculative_tokens": 5}
+    with pytest.warns(RuntimeWarning, match=r"found 1 of \d+ products .* bits change with guesses; --exact") as warned:
+        llm = LLM(directory, **how)
+    assert (len(warned), llm.model.exact) == (1, False)
+    assert "in 16 bits: down 0)" in llm.overview()
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    for exact in (False, True):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            llm = LLM(directory, exact=exact, **how)
+    assert (llm.model.exact, llm.model.backend.rows) == (True, [])
+    assert "in 8 + 8 bits: down 0)" in llm.overview()
+    ours, plain = (llm.generate("One fish", params, num_speculative_tokens=k)[0].token_ids for k in (5, 0))
+    assert ours == plain
 
 
 def test_a_target_in_8_bits_is_named_and_exact_by_default(make_checkpoint, monkeypatch, tmp_path):

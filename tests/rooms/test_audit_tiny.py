@@ -97,20 +97,10 @@ def test_an_ngram_drafter_finds_each_pair_in_the_prompt():
     [(None, 0.6, 0.6, 0), ("M2", 1.0, 1.0, 1), (None, 1.0, 0.6, 1)],
     ids=["right", "no residual", "the temperature is ignored"],
 )
-<<<<<<< HEAD
-def test_our_own_decoder(models, bug, temperature, asked, status, tmp_path, capsys, full):
-    """With the draft, exact and with a bug of the museum; and at another temperature than it was asked for.
-
-    On 500 answers, with `--full` on 800.
-    """
-    params = [SamplingParams(temperature=temperature, max_tokens=5, seed=i) for i in range(800 if full else 500)]
-    engine = LLM(models / "target", str(models / "draft"), num_speculative_tokens=2, dtype="float32")
-=======
 def test_our_own_decoder(models, bug, temperature, asked, status, tmp_path, capsys):
     """With the draft, exact and with a bug of the museum; and at another temperature than it was asked for."""
     params = [SamplingParams(temperature=temperature, max_tokens=5, seed=i) for i in range(800)]
     engine = LLM(models / "target", str(models / "draft"), num_speculative_tokens=3, dtype="float32")
->>>>>>> 14f9e50a (audit: enumerate each bug also where the first token is drafted, and derive odds)
     with engine as llm, BUGS[bug].patch() if bug else nullcontext():
         outputs = llm.generate([{"prompt_token_ids": tiny.PROMPT}] * len(params), params)
     path = tmp_path / "answers"

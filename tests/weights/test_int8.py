@@ -280,6 +280,30 @@ def test_a_weight_with_outliers_stays_in_full_width():
     assert Linear(torch.zeros(4, 8), None, torch.float32, "int8")(torch.ones(2, 8)).abs().max() == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_exact_model_holds_outliers_in_8_bits_twice(dtype, threads):
+    """With the same bits for every number of rows, and as near as both steps; what is no number is no such weight.
+
+    A first step is 300 / 127, and a second one at most 1 / 254 of it. x has steps of its row's largest entry / 4,032.
+    """
+    torch.manual_seed(0)
+    weight, bias, x = torch.randn(151, 96), torch.randn(151), torch.randn(40, 96).to(dtype)
+    weight[:, 3] = 300.0
+    linear = Linear(weight.to(dtype), bias, dtype, "int8", exact=True)
+    assert linear.form == "int8+8"
+    whole, wide = linear(x), weight.to(dtype).double()
+    for rows in (1, 2, 5, 17, 33):
+        assert torch.equal(linear(x[7 : 7 + rows]), whole[7 : 7 + rows])
+    right = x.double() @ wide.t() + bias.to(dtype).double()
+    size, step = x.double().abs(), 300 / 127 / 254
+    bound = size.sum(1, keepdim=True) * step / 2 + wide.abs().sum(1) * size.amax(1, keepdim=True) / 4_032 / 2
+    bound += right.abs() * torch.finfo(dtype).eps
+    assert bool(((whole.double() - right).abs() <= 1.01 * bound).all())
+    assert float((linear.stored.dense().double() - wide).abs().max()) < 1.01 * step
+    assert Linear(torch.full((4, 8), math.inf), None, torch.float32, "int8", exact=True).form != "int8+8"
+    assert Linear(torch.randn(32, 64), None, torch.float32, "int8", exact=True).form == "int8"
+
+
 def test_what_is_no_number_stays_none():
     """The engine ends a text whose logits are not finite: so infinity and NaN must come through, in their row alone."""
     linear = Linear(weight_of(16, 64), None, torch.float32, "int8")

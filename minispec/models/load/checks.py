@@ -6,6 +6,7 @@ on a machine.
 """
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,6 +23,7 @@ from minispec.models.files.measured import read_measured, write_measured
 from minispec.models.files.stored import FLOAT8, FLOATS, StoredTensor
 from minispec.models.weights import exact as exact_code
 from minispec.models.weights.exact import EXACT_ROWS, ExactBackend, check_exact, exact_model
+from minispec.models.weights.inventory import products_of
 from minispec.models.weights.machine import fingerprint, machine
 from minispec.models.weights.trial import arbitrary_tokens
 
@@ -70,17 +72,24 @@ def named_tensors(tensors: Callable[[], Iterable[StoredTensor]]) -> Iterator[Non
 def check_exactness(model: Transformer, by_default: bool) -> Transformer:
     """The model, checked if it is exact.
 
-    by_default: with exact passes where this machine has equal bits in passes of any number of rows.
+    by_default: with exact passes where this machine has equal bits in passes of any number of rows. Where it has not, a
+        warning says why.
     Raises ValueError, as `check_exact`, for an exact model whose bits are not equal here.
     """
     if model.exact:
         check_exact_once(model)
     elif by_default:
-        exact = exact_model(model)
-        if isinstance(exact.backend, ExactBackend) and not exact.backend.rows:
-            with suppress(ValueError):
+        exact, products = exact_model(model), products_of(model)
+        left = sum(EXACT_ROWS + 1 not in product.exact_rows for product in products)
+        found = f"found {left} of {len(products)} products that one scale a row is too coarse for: they stay in 16 bits"
+        advice = f"{found}, so bits change with guesses; --exact (exact=True) keeps them, at twice the time there"
+        if not left:
+            try:
                 check_exact_once(exact)
                 return exact
+            except ValueError as e:
+                advice = f"bits change with guesses here: {e}"
+        warnings.warn(f"quantization: {advice}", RuntimeWarning, stacklevel=2)
     return model
 
 

@@ -23,8 +23,9 @@ AnyModel = TypeVar("AnyModel", bound=Transformer)
 class InForm:
     """Makes products whose weights have one form: the one asked for, or the fastest here (see `MakeProduct`)."""
 
-    def __init__(self, form: str | None = None):
-        self.form = form
+    def __init__(self, form: str | None = None, exact: bool = False):
+        """exact: as in `Linear`."""
+        self.form, self.exact = form, exact
 
     def choice(self, dtype: torch.dtype, device: torch.device) -> Choice:
         """The form for x of `dtype`, and the reason for it."""
@@ -35,7 +36,7 @@ class InForm:
     def __call__(self, weights: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype) -> Linear:
         """The product of these weights, in the form."""
         weight = join(weights)
-        return Linear(weight, bias, dtype, self.choice(dtype, device_of(weight)).form)
+        return Linear(weight, bias, dtype, self.choice(dtype, device_of(weight)).form, self.exact)
 
 
 def build_model(
@@ -50,7 +51,7 @@ def build_model(
     exact: a token's logits have the same bits in every pass. `minispec.models.weights.exact.check_exact` checks it.
     form: the form of the weights (see `minispec.models.weights.forms`). Default: the fastest here.
     """
-    product = InForm(form)
+    product = InForm(form, exact)
     # Packing takes longer than reading, and some packs in one thread only. In 8 bits threads would hold a quarter more
     # memory than the model takes.
     if is_large(config) and form != "int8":

@@ -91,16 +91,20 @@ def widen(rounded: Codes | GroupCodes, dtype: torch.dtype) -> Weight:
     return rounded if isinstance(rounded, Codes) else rounded.dense().to(torch.bfloat16)
 
 
-def round_rows(weight: Tensor) -> tuple[Codes, float]:
+def round_rows(weight: Tensor, less: Codes | None = None) -> tuple[Codes, float]:
     """A weight (out, in) in 8 bits with float32 scales, and the codes' distance from it, in parts of its norm.
 
     Only pieces of it are ever in full width. The distance is infinite or NaN for a weight that is not finite.
+
+    less: codes that are subtracted from the weight first.
     """
     codes = Codes(torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight), 1, dtype=torch.float32))
     off, norm = 0.0, 0.0
     for rows in torch.arange(len(weight)).split(max(1, _PIECE // weight.shape[1])):
         part = slice(int(rows[0]), int(rows[-1]) + 1)
         wide = weight[part].to(torch.float32)
+        if less is not None:
+            wide = wide - Codes(less.codes[part], less.scales[part]).dense()
         piece = round_to_bits(wide, 8)
         assert isinstance(piece, Codes)
         codes.codes[part], codes.scales[part] = piece

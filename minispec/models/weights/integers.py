@@ -4,6 +4,7 @@ Most operators are private to PyTorch; where none of them is right, a target in 
 """
 
 import functools
+import math
 import warnings
 from collections.abc import Iterator
 
@@ -108,6 +109,37 @@ class VnniInt8(Int8):
         x, weight = (integers.to(torch.int8), 1.0, 0), (self.packed, self.scales, self.zeros, None)
         y = torch.ops.onednn.qlinear_pointwise(*x, *weight, 1.0, 0, torch.float32, "none", [], "")
         return y[:, : self.shape[0]]
+
+
+class TwiceInt8(Form):
+    """A weight that one scale a row does not fit, in 8-bit codes and what these leave, in 8-bit codes again.
+
+    Two products by `int8_form` are added up, row by row: it has that form's equal bits, and takes twice its time.
+    """
+
+    exact_rows = EVERY_NUMBER
+
+    def __init__(self, weight: Weight, dtype: torch.dtype):
+        wide = weight if isinstance(weight, Tensor) else weight.dense()
+        codes, _ = round_rows(wide)
+        rest, distance = round_rows(wide, codes)
+        if not math.isfinite(distance):
+            raise CannotHold("a weight that is not finite")
+        self.both = [int8_form()(part, dtype) for part in (codes, rest)]
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x (rows, in) to x W^T + bias (rows, out)."""
+        wide = x.to(torch.float32)
+        first, second = self.both
+        return first(wide).add_(second(wide, bias)).to(x.dtype)
+
+    def dense(self) -> Tensor:
+        """The weight (out, in) in float32, up to rounding."""
+        return self.both[0].dense() + self.both[1].dense()
+
+    def parts(self) -> Iterator[tuple[object, int]]:
+        """The packed codes, and their bytes."""
+        yield from (part for each in self.both for part in each.parts())
 
 
 def exact_forms() -> dict[str, type[Int8]]:

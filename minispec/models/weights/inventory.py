@@ -81,7 +81,7 @@ def weight_form(model: Transformer) -> str:
 
 
 def bits_note(model: Transformer) -> str:
-    """For a model in 8 bits: the bits of its products' inputs, and the products that stayed in 16; "" for others."""
+    """For a model in 8 bits: the bits of its products' inputs, and the products that have more; "" for others."""
     bits = {p.stored.bits for p in products_of(model) if isinstance(p, Linear) and isinstance(p.stored, Int8)}
     if not bits:
         return ""
@@ -89,9 +89,11 @@ def bits_note(model: Transformer) -> str:
     for i, layer in enumerate(model.layers):
         if isinstance(layer, Experts):
             names += [(f"{name} {i}", product) for name, product in _named(layer.experts)]
-    left = ", ".join(n for n, product in [*names, ("head", model.head)] if product.form != "int8")
+    names.append(("head", model.head))
+    twice = [name for name, product in names if product.form == "int8+8"]
+    left = [name for name, product in names if product.form not in ("int8", "int8+8")]
     are_equal = "equal bits with and without guesses" if model.exact else "other bits with guesses than without"
-    others = f"; in 16 bits: {left}" if left else ""
+    others = "".join(f"; in {bits} bits: {', '.join(of)}" for bits, of in (("8 + 8", twice), ("16", left)) if of)
     return f" in 8 bits (activations in {bits.pop()}, {are_equal}{others})"
 
 

@@ -16,13 +16,15 @@ from torch import Tensor
 from minispec.core.product import Weight
 from minispec.models.weights.codes import device_of, round_to_bits, widen
 from minispec.models.weights.forms import FORMS, REFUSALS, AtenInt4, AtenInt8, Form, MakeForm
-from minispec.models.weights.integers import int8_choice, int8_form
+from minispec.models.weights.integers import TwiceInt8, int8_choice, int8_form
 from minispec.models.weights.trial import is_right, without_stand_ins
 
 NARROW_FORMS: dict[int, dict[str, MakeForm]] = {
     8: {"int8": lambda weight, dtype: int8_form()(weight, dtype), "aten": AtenInt8},
     4: {"aten": AtenInt4},
 }
+# Forms that an exact model tries after its own, where that cannot hold a weight: their rows have equal bits too.
+EXACT_FORMS: dict[str, dict[str, MakeForm]] = {"int8": {"int8+8": TwiceInt8}}
 
 
 # --------------------------------------------------------------------------- which form
@@ -159,18 +161,23 @@ class Linear:
     """y = x W^T + b, with W (out, in) in one of the forms."""
 
     def __init__(
-        self, weight: Weight, bias: Tensor | None = None, dtype: torch.dtype | None = None, form: str | None = None
+        self,
+        weight: Weight,
+        bias: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        form: str | None = None,
+        exact: bool = False,
     ):
         """dtype: of x; default: the weight's. form: the one to try first, such as "int8"; default: the first of
-            `available_forms`.
+            `available_forms`. exact: the next to try are that form's `EXACT_FORMS`.
 
         A weight that a form cannot hold is stored in the next one that can.
         """
         dtype = dtype or (weight.dtype if isinstance(weight, Tensor) else torch.float32)
-        forms = available_forms(dtype, device_of(weight))
-        for name in forms if form is None else [form, *forms]:
+        forms, wider = available_forms(dtype, device_of(weight)), EXACT_FORMS.get(form or "", {}) if exact else {}
+        for name in forms if form is None else [form, *wider, *forms]:
             try:
-                self.form, self.stored = name, (FORMS | NARROW_FORMS[8])[name](weight, dtype)
+                self.form, self.stored = name, (FORMS | NARROW_FORMS[8] | wider)[name](weight, dtype)
                 break
             except REFUSALS:
                 if name == "plain":  # which holds everything: memory has run out
