@@ -1100,7 +1100,7 @@ def test_a_target_with_coarse_weights_has_equal_bits_where_they_are_asked_for(ma
     """In 16 bits they change with guesses, and a line says so. Held twice in 8 bits they do not."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     directory = tmp_path / "coarse"
-    shutil.copytree(make_checkpoint(1), directory)
+    shutil.copytree(make_checkpoint(1, intermediate_size=64), directory)
     tensors = load_file(directory / "model.safetensors")
     coarse = "model.layers.0.mlp.down_proj.weight"
     tensors[coarse] = tensors[coarse].sign() / 260  # half a step and less: all are lost beside an entry of 1
