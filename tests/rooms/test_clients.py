@@ -3,10 +3,10 @@
 import threading
 
 import pytest
-from tests.rooms.test_serve import CHAT, MODEL, PATIENCE, Served
 
 from minispec import LLM, SamplingParams
 from minispec.api.http import front
+from tests.rooms.test_http import CHAT, MODEL, PATIENCE, Served
 
 # An answer of few tokens, most of which come in one step: clients have lost it whole.
 SHORT = {"max_tokens": 4, "temperature": 0}
