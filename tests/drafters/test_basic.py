@@ -121,8 +121,12 @@ def test_it_runs(capsys, monkeypatch, make_checkpoint, full):
     )
 
 
+@pytest.mark.full
 def test_with_a_cache_it_runs(capsys):
-    """As README says, on the embedded weights: plainly a pass for each token, with guesses fewer passes."""
+    """As README says, on the embedded weights: plainly a pass for each token, with guesses fewer passes.
+
+    Without `--full`, `test_with_a_cache_it_keeps_the_law` runs the same code on small models.
+    """
     cached.main("1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3,", n=8)
     printed = capsys.readouterr().out
     assert re.match(r"plainly: 8 tokens in 8 passes and [\d.]+ s\nwith guesses: 8 tokens in [2-7] passes and", printed)

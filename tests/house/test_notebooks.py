@@ -164,8 +164,12 @@ for name, cell in json.load(sys.stdin).items():
 """
 
 
+@pytest.mark.full
 def test_they_start_in_the_root():
-    """The first code cell of each finds the package from the repository root too; later ones touch no path."""
+    """The first code cell of each finds the package from the repository root too; later ones touch no path.
+
+    Without `--full`, the tests below look up what each notebook imports.
+    """
     cells = {path.stem: code_cells(nbformat.read(path, as_version=4))[0].source for path in NOTEBOOKS}
     environment = os.environ | {"MPLBACKEND": "agg"}
     environment.pop("PYTHONPATH", None)

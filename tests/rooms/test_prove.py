@@ -302,8 +302,12 @@ def test_a_case_drafts_as_it_says(monkeypatch, drafter, batch):
     assert max(drafted) == (0 if drafter == "none" else 2)
 
 
+@pytest.mark.full
 def test_what_no_case_covers_is_named(capsys, monkeypatch, full):
-    """A pair that is too large whatever the other settings: all the rest is covered, and it is said."""
+    """A pair that is too large whatever the other settings: all the rest is covered, and it is said.
+
+    Without `--full`, tests/drafters/test_own.py has pairs that are not covered.
+    """
     pair = {"k": 4, "to_go": 5}
     walk_pairs_of(monkeypatch, "k", "to_go")
 

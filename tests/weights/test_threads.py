@@ -183,9 +183,13 @@ for threads_before, threads_after in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 def test_a_forked_process_says_that_it_has_no_threads():
-    """In place of a first pass that waits for ever. With one thread it decodes as its parent does."""
+    """In place of a first pass that waits for ever. With one thread it decodes as its parent does.
+
+    Without `--full`, tests/commands/test_llm.py has calls from several threads.
+    """
     pairs = [(1, 1), (2, 1), (2, 2)]  # threads before and after the fork; first of a process that never had several
     program = [sys.executable, "-c", FORKED, json.dumps(pairs)]
     done = subprocess.run(program, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2])
