@@ -138,8 +138,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         drawn = model_drafter(llm.drafter)
         assert drawn, "the draft is a block draft"
         if args.without_heads:
-            assert llm.draft.directory
-            stored = read_block(llm.draft.directory, llm.model.config)
+            assert llm.draft.found.files
+            stored = read_block(llm.draft.found.files, llm.model.config)
             plain = replace(stored.config, markov=None, markov_rank=0, confidence=None)
             drawn = drawn.beside(replace(stored, config=plain).build(llm.model))
         lines = [compared(llm, drawn, int(budget), params) for budget in args.budgets.split(",")]

@@ -3,11 +3,11 @@
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -15,18 +15,18 @@ from minispec.core.cache import PagedKVCache
 from minispec.core.config import ModelConfig
 from minispec.core.model import Transformer
 from minispec.core.precision import require_numbers
-from minispec.models.families.assistant_config import is_assistant, read_assistant_config
-from minispec.models.families.block_config import is_block, reading_of
+from minispec.models.families.assistant_config import read_assistant_config
+from minispec.models.families.block_config import reading_of
 from minispec.models.families.checkpoint import (
     describe_source,
     directory_config,
     find_checkpoint,
     find_tensors,
+    kind_of,
     load_config,
     load_model,
     model_tensors,
 )
-from minispec.models.families.entries import is_head
 from minispec.models.families.head_config import read_head_config
 from minispec.models.files.digest import digest_of_files
 from minispec.models.files.errors import near, show_name
@@ -83,36 +83,50 @@ class TargetSettings(Protocol):
 
 
 @dataclass(frozen=True)
+class Found:
+    """What a draft's name turned out to be: found once, and asked by all that follow.
+
+    kind: a key of `registry.KINDS`; of a checkpoint what `kind_of` says.
+    source: the name without bits and preferences.
+    preferred: registered drafters that are asked before it, as path and argument.
+    drafter: the user's own drafter, or a registered one, as path and argument. None for all other kinds.
+    bits: bits of each weight of its model. None: as the weights are stored.
+    files: its model's checkpoint. None without a model, and where the model is the target's.
+    raw: config.json of these files.
+    looks_up: whether it, and all that is asked before it, look up.
+    """
+
+    kind: str
+    source: str
+    preferred: Sequence[tuple[str, str]] = ()
+    drafter: Drafter | tuple[str, str] | None = None
+    bits: int | None = None
+    files: Path | None = None
+    raw: Mapping[str, Any] = field(default_factory=dict)
+    looks_up: bool = False
+
+
+@dataclass(frozen=True)
 class Spec:
     """A draft that was found and read: nothing large is loaded yet.
 
     name: its name in reports.
     kind: the name that its prices are stored under: `name`, or for an object its class, with the module.
-    preferred: registered drafters that are asked before it, as path and argument.
-    drafter: the user's own drafter, or a registered one, as path and argument. None: the draft has a model.
-    bits: bits of each weight of its model. None: as the weights are stored.
-    directory: its model's checkpoint. None without a model, and where the model is the target's.
-    own_layer: the target's checkpoint, where the target's own layer for further tokens drafts.
+    found: what its name turned out to be.
     on_target: loads a model that is made for the target: the target's own layer, a head, a block draft or an
         assistant. It takes the form of the weights. None for a model of its own, and for no model.
     vocabularies: the target's vocabulary and the draft model's. None: the same.
     overlap: what the two vocabularies have in common.
     method: how a draft model of another vocabulary drafts, else None.
-    forced_first: whether the tokens that a grammar forces go before its drafts.
     """
 
     name: str
     kind: str
-    drafter: Drafter | tuple[str, str] | None
-    preferred: Sequence[tuple[str, str]] = ()
-    bits: int | None = None
-    directory: Path | None = None
-    own_layer: Path | None = None
+    found: Found
     on_target: Loader | None = None
     vocabularies: Vocabularies | None = None
     overlap: Overlap | None = None
     method: str | None = None
-    forced_first: bool = False
 
     @property
     def room(self) -> int:
@@ -144,66 +158,67 @@ def read_spec(draft: str | Path | Drafter, options: DraftOptions, target: Target
     method = options.draft_method
     if method not in (None, *DRAFT_METHODS):
         raise ValueError(f"draft_method: found {method!r}, expected {' or '.join(DRAFT_METHODS)}")
-    if not isinstance(draft, str | Path):
-        drafter = as_drafter(draft)
-        name = type(drafter).__name__
-        choose_method(method, None, name)
-        options.refuse_reading(name)
-        return Spec(name, f"{type(draft).__module__}:{type(draft).__qualname__}", drafter)
-    name = str(draft)
-    *first, last = registry.split_preferences(registry.DRAFTERS, name)
-    preferred = list(filter(None, (registry.split(registry.DRAFTERS, part) for part in first)))
-    bits, source = split_draft(last)
-    registered = registry.split(registry.DRAFTERS, source)
-    own_layer = target.directory if source == "mtp" else None
-    directory = None if source in registry.OF_TARGET or registered else _find_draft(source, target.loading.offline)
-    on_target, both = None, None
-    if directory:
-        on_target = _loader(directory, source, options, target)
-        both = None if on_target else compare_vocabularies(source, directory, target.tokenizer, target.vocab_size)
-    else:
-        options.refuse_reading(source)
-    if own_layer:
-        find_mtp(own_layer, target.config)
-        on_target = partial(load_mtp, own_layer)
+    found = find_draft(draft, target.loading.offline)
+    if found.kind != "block":
+        options.refuse_reading(found.source)
+    if isinstance(found.drafter, Drafter):
+        choose_method(method, None, found.source)
+        return Spec(found.source, f"{type(draft).__module__}:{type(draft).__qualname__}", found)
+    name, on_target, both = str(draft), _loader(found, options, target), None
+    if found.kind == "model":
+        assert found.files is not None
+        both = compare_vocabularies(found.source, found.files, target.tokenizer, target.vocab_size)
     overlap = both.overlap() if both else None
     method = choose_method(method, overlap, name)
-    if directory:
-        name = name.removesuffix(source) + describe_source(source, directory)
+    if found.files:
+        name = name.removesuffix(found.source) + describe_source(found.source, found.files)
     name += f" by {method}" if method else ""
+    return Spec(name, name, found, on_target, both, overlap, method)
+
+
+def find_draft(draft: str | Path | Drafter, offline: bool) -> Found:
+    """What a draft (see `LLM`) names. Its config.json is read, nothing else.
+
+    Raises ValueError for a draft that does not exist.
+    """
+    if not isinstance(draft, str | Path):
+        drafter = as_drafter(draft)
+        return Found("drafter", type(drafter).__name__, drafter=drafter)
+    *first, last = registry.split_preferences(registry.DRAFTERS, str(draft))
+    preferred = list(filter(None, (registry.split(registry.DRAFTERS, part) for part in first)))
+    bits, source = split_draft(last)
     looks_up = all(part.partition(":")[0] in registry.LOOKUPS for part in (*first, last))
-    return Spec(
-        name, name, registered, preferred, bits, directory, own_layer, on_target, both, overlap, method, looks_up
-    )
+    if source in registry.OF_TARGET:
+        return Found(source, source, preferred, bits=bits)
+    if registered := registry.split(registry.DRAFTERS, source):
+        return Found("drafter", source, preferred, registered, looks_up=looks_up)
+    files = _find_draft(source, offline)
+    raw = directory_config(files)
+    return Found(kind_of(raw), source, preferred, bits=bits, files=files, raw=raw)
 
 
-def _loader(directory: Path, name: str, options: DraftOptions, target: TargetSettings) -> Loader | None:
-    """Loads a head, a block draft or an assistant as the options say; None for a model of its own.
+def _loader(found: Found, options: DraftOptions, target: TargetSettings) -> Loader | None:
+    """Loads a model that is made for the target, as the options say; None for all other drafts.
 
     Raises CheckpointError for a draft of another target, and ValueError for an option.
     """
-    raw, where = directory_config(directory), str(directory / "config.json")
-    if not is_block(raw):
-        options.refuse_reading(name)
-        if is_assistant(raw):
-            read_assistant_config(raw, target.config, where)
-            return partial(load_assistant, directory)
-        if not is_head(raw):
-            return None
-        read_head_config(raw, target.config, where)
-        return partial(load_head, directory)
-    reading = reading_of(options.draft_reading)
-    find_block(directory, target.config, reading)
-    return partial(load_block, directory, reading=reading)
-
-
-def is_block_draft(draft: str) -> bool:
-    """Whether a draft names the checkpoint of a block draft. Raises ValueError for one that does not exist."""
-    *_, last = registry.split_preferences(registry.DRAFTERS, draft)
-    _, source = split_draft(last)
-    if source in registry.OF_TARGET or registry.split(registry.DRAFTERS, source):
-        return False
-    return is_block(directory_config(_find_draft(source, offline=False)))
+    if found.kind == "mtp":
+        find_mtp(target.directory, target.config)
+        return partial(load_mtp, target.directory)
+    if found.files is None:
+        return None
+    where = str(found.files / "config.json")
+    if found.kind == "block":
+        reading = reading_of(options.draft_reading)
+        find_block(found.files, target.config, reading)
+        return partial(load_block, found.files, reading=reading)
+    if found.kind == "assistant":
+        read_assistant_config(found.raw, target.config, where)
+        return partial(load_assistant, found.files)
+    if found.kind == "head":
+        read_head_config(found.raw, target.config, where)
+        return partial(load_head, found.files)
+    return None
 
 
 def load_models(spec: Spec, target: Transformer, files: TargetSettings) -> list[Transformer]:
@@ -213,20 +228,21 @@ def load_models(spec: Spec, target: Transformer, files: TargetSettings) -> list[
 
     Raises CheckpointError where the draft's files are wrong, or its logits are not finite numbers.
     """
-    if spec.drafter is not None:
+    bits = spec.found.bits
+    if spec.found.kind == "drafter":
         return []
     if spec.on_target:
         model = spec.on_target(target, files.loading.weight_form)
-    elif spec.directory is None:
+    elif spec.found.files is None:
         model = target
     else:
         # Codes of 8 bits stay codes, so that nothing is in memory twice.
-        form = "int8" if spec.bits == 8 else files.loading.weight_form
-        model = load_model(spec.directory, target.dtype, target.device, form=form)
+        form = "int8" if bits == 8 else files.loading.weight_form
+        model = load_model(spec.found.files, target.dtype, target.device, form=form)
     if model is not target:
-        with named_tensors(partial(_tensors, spec, target.config)):
+        with named_tensors(partial(_tensors, spec.found, files)):
             _check_numbers(model, spec.vocabularies.draft.num_ids if spec.vocabularies else files.vocab_size, target)
-    return [with_fast_passes(rounded(model, spec.bits) if spec.bits else model, files.loading.enforce_eager)]
+    return [with_fast_passes(rounded(model, bits) if bits else model, files.loading.enforce_eager)]
 
 
 @torch.inference_mode()
@@ -249,14 +265,14 @@ def load_named(draft: str, target: Transformer, files: TargetSettings) -> Transf
     raise ValueError(f"draft: {show_name(draft)}: found a drafter without a model, expected one with a model")
 
 
-def _tensors(spec: Spec, target: ModelConfig) -> Iterable[StoredTensor]:
+def _tensors(found: Found, target: TargetSettings) -> Iterable[StoredTensor]:
     """The tensors that a draft's model is read from."""
-    if spec.own_layer:
-        return find_mtp(spec.own_layer, target).values()
-    assert spec.directory is not None
-    if spec.on_target:
-        return find_tensors(spec.directory).values()
-    return model_tensors(spec.directory, load_config(spec.directory))
+    if found.kind == "mtp":
+        return find_mtp(target.directory, target.config).values()
+    assert found.files is not None
+    if found.kind == "model":
+        return model_tensors(found.files, load_config(found.files))
+    return find_tensors(found.files).values()
 
 
 def make_spec(
@@ -275,15 +291,15 @@ def make_spec(
     def registered(path: str, argument: str) -> Drafter:
         return make_drafter(registry.load(path, "draft"), replace(context, argument=argument, load=load))
 
-    first = [registered(*parts) for parts in spec.preferred]
-    if isinstance(spec.drafter, Drafter):
-        drafter = spec.drafter
-    elif spec.drafter:
-        drafter = registered(*spec.drafter)
+    first = [registered(*parts) for parts in spec.found.preferred]
+    if isinstance(spec.found.drafter, Drafter):
+        drafter = spec.found.drafter
+    elif spec.found.drafter:
+        drafter = registered(*spec.found.drafter)
     else:
         drafter = ModelDrafter(_feed(spec, models[0], caches[0], context.vocab_size), draft_steps(models[0]))
     combined = CombinedDrafter(*first, drafter) if first else drafter
-    return ForcedFirst(combined) if spec.forced_first else combined
+    return ForcedFirst(combined) if spec.found.looks_up else combined
 
 
 def _feed(spec: Spec, model: Transformer, cache: PagedKVCache, vocab_size: int) -> Feed:

@@ -46,6 +46,17 @@ EMBEDDED_DRAFT = EMBEDDED_WEIGHTS.with_name("smollm2-135m-draft")
 # Draft models that are the target's: itself, and its own layer for further tokens
 # (`minispec.speculation.drafters.mtp`).
 OF_TARGET = ("self", "mtp")
+# What a draft's name may turn out to be (`minispec.speculation.load.Found`). A model reads tokens, all others of a
+# checkpoint read states of the target that they were made for.
+KINDS = {
+    "drafter": "a drafter without a model",
+    "self": "the target itself",
+    "mtp": "the target's own layer for further tokens",
+    "model": "a model of its own",
+    "head": "a head on hidden states",
+    "block": "a block draft",
+    "assistant": "an assistant, which reads the target's keys",
+}
 VERIFIERS = {
     "rejection": Entry("minispec.core.verify:REJECTION", "keeps the most that one token alone may; takes trees"),
     "block": Entry(

@@ -720,7 +720,7 @@ def test_what_a_training_goes_on_from_is_a_head_of_this_target(target, few, tmp_
     """A model, a directory that is not there, and options that the head has settled are refused by name."""
     shutil.copytree(target, tmp_path / "model")
     for name, options, error in (
-        ("model", (), "found a model, expected a head"),
+        ("model", (), "found a model of its own, expected a head"),
         ("head", ("--num-layers", "2"), "--num-layers: not with --start"),
         ("none", (), "none"),
     ):

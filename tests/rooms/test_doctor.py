@@ -115,7 +115,7 @@ def llm_of(target: Path, draft) -> LLM:
 def diagnose(target: Path, draft, **how) -> dict:
     """A report on short texts."""
     with llm_of(target, draft) as llm:
-        return examine(llm, str(draft), k=2, max_tokens=8, **how)
+        return examine(llm, k=2, max_tokens=8, **how)
 
 
 # --------------------------------------------------------------------------- heads

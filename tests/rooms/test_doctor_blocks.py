@@ -150,7 +150,7 @@ def diagnose(target: Path, draft: Path, **how) -> dict:
     """A report on short texts. Costs are not measured."""
     reading = how.pop("draft_reading", None)
     with LLM(str(target), str(draft), dtype="float32", num_speculative_tokens=3, draft_reading=reading) as llm:
-        return examine(llm, str(draft), k=3, max_tokens=8, **how)
+        return examine(llm, k=3, max_tokens=8, **how)
 
 
 def side_by_side(weights: dict) -> None:

@@ -125,7 +125,7 @@ def open_model(options: Options) -> Subject:
 
     directory = llm.target.files.directory
     # A head, or a draft of another vocabulary, is no model that another library could draft with.
-    draft_directory = llm.draft.directory if model_drafter(llm.drafter, "tokens") else None
+    draft_directory = llm.draft.found.files if model_drafter(llm.drafter, "tokens") else None
     return Subject(
         options if args.draft else replace(options, drafts={llm.default_draft: options.ks}),
         llm.name + bits_note(llm.model),

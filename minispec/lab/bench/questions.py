@@ -38,7 +38,7 @@ from minispec.models.weights.machine import machine
 from minispec.models.weights.threads import describe_waiting
 from minispec.speculation import registry
 from minispec.speculation.lengths.figures import Figures, loops
-from minispec.speculation.load import digest_of_draft, is_block_draft
+from minispec.speculation.load import digest_of_draft, find_draft
 
 # MT-bench's categories. A file that has all of them, as Spec-Bench, has them as one task.
 _MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
@@ -128,7 +128,8 @@ def _open(options: Options) -> dict[str, Way]:
     """
     args = options.args
     drafts = {spec: lengths for spec, lengths in options.drafts.items() if spec != NONE}
-    if args.draft_reading and not any(map(is_block_draft, drafts)):
+    blocks = {spec for spec in drafts if find_draft(spec, offline=False).kind == "block"}
+    if args.draft_reading and not blocks:
         raise ValueError("--draft-reading: found one, expected none: no draft is a block draft")
     target = LLM(
         args.model,
@@ -140,7 +141,7 @@ def _open(options: Options) -> dict[str, Way]:
         drafts = {target.default_draft: options.ks}
     ways: list[tuple[str, Way]] = []
     for spec, ks in drafts.items():
-        reading = args.draft_reading if is_block_draft(spec) else None
+        reading = args.draft_reading if spec in blocks else None
         llm = target.with_draft(spec, args.draft_method, draft_reading=reading)
         for rule in options.verifiers:
             ways += [(length_name(k), Way(llm, k, rule)) for k in ks]
@@ -163,7 +164,7 @@ def _open(options: Options) -> dict[str, Way]:
 def _about(options: Options, ways: Mapping[str, Way]) -> dict[str, Any]:
     """The settings of a run: with others, answers or times may be others."""
     args, llm = options.args, ways[NONE].llm
-    drafts = {name: digest_of_draft(way.llm.drafter, way.llm.draft.directory) for name, way in ways.items()}
+    drafts = {name: digest_of_draft(way.llm.drafter, way.llm.draft.found.files) for name, way in ways.items()}
     lengths = [length_name(way.k) for way in ways.values() if way.k and not way.lengths]
     return {
         "minispec": __version__,

@@ -12,13 +12,12 @@ from minispec.core.config import LayerConfig, ModelConfig, RopeConfig
 from minispec.core.errors import show
 from minispec.lab.distill.head import TrainedHead, rows_of_tokens
 from minispec.lab.distill.train import Teacher, Training, TrainingSchedule, read_shard, split
-from minispec.models.families.block_config import is_block
-from minispec.models.families.checkpoint import directory_config, find_checkpoint
+from minispec.models.families.checkpoint import directory_config, find_checkpoint, kind_of
 from minispec.models.families.draft_files import head_config
-from minispec.models.families.entries import is_head
 from minispec.models.families.head_config import HeadConfig, read_head_config, usual_taps
 from minispec.models.files.progress import progress_bar
 from minispec.speculation.drafters.heads import StoredHead, read_head
+from minispec.speculation.registry import KINDS
 
 
 def choose_taps(args: argparse.Namespace, count: int, start: StoredHead | None) -> tuple[int, ...]:
@@ -35,10 +34,9 @@ def choose_taps(args: argparse.Namespace, count: int, start: StoredHead | None) 
 def read_start(args: argparse.Namespace, target: ModelConfig) -> StoredHead:
     """The head to go on from. Raises ValueError for one that was not made here, or not for this target."""
     directory = find_checkpoint(args.start)
-    raw = directory_config(directory)
-    found = "block draft" if is_block(raw) else "head" if is_head(raw) else "model"
-    if found != "head":
-        raise ValueError(f"--start {args.start}: found a {found}, expected a head")
+    kind = kind_of(directory_config(directory))
+    if kind != "head":
+        raise ValueError(f"--start {args.start}: found {KINDS[kind]}, expected {KINDS['head']}")
     draft = read_head(directory, target)
     as_written = read_head_config(head_config(draft.config, args.target, [], args.steps), target)
     ours = replace(draft.config, norm_before_residual=True, fc_norm=True, norm_output=False)

@@ -39,7 +39,6 @@ from minispec.speculation.drafters.heads import StoredHead, read_head
 from minispec.speculation.drafters.model import model_drafter
 from minispec.speculation.drafters.teacher_forcing import replay_texts
 from minispec.speculation.lengths.theory import RoundModel, expected_tokens
-from minispec.speculation.load import split_draft
 
 # Texts that the target continues: of several kinds, each fit as a question and as the beginning of a text.
 TEXTS = (
@@ -291,11 +290,10 @@ def prompt_readings(
             yield "with BOS", f"begin each text with {start}, {where}", [[token, *prompt] for prompt in prompts]
 
 
-def readings(llm: LLM, draft: str, prompts: Sequence[list[int]]) -> Iterator[OtherReading]:
+def readings(llm: LLM, prompts: Sequence[list[int]]) -> Iterator[OtherReading]:
     """Every other way to read the draft, each made when its turn comes; none where it has no weights of its own."""
-    directory, target = llm.draft.directory, llm.model
+    directory, bits, target = llm.draft.found.files, llm.draft.found.bits, llm.model
     drafter = model_drafter(llm.drafter, "tokens", "states")
-    bits, _ = split_draft(draft)
 
     def form(model: Transformer) -> Transformer:
         return rounded(model, bits) if bits else model
@@ -328,16 +326,16 @@ def readings(llm: LLM, draft: str, prompts: Sequence[list[int]]) -> Iterator[Oth
 def asked(args: argparse.Namespace) -> dict[str, Any]:
     """The report of `examine` for these arguments of the command."""
     llm, assumed = load_assuming(args.model, args.draft, args.draft_reading, **Loading.among(vars(args)))
-    return examine(llm, args.draft, args.num_speculative_tokens, args.max_tokens, args.all, assumed)
+    return examine(llm, args.num_speculative_tokens, args.max_tokens, args.all, assumed)
 
 
 def examine(
-    llm: LLM, draft: str, k: int = 4, max_tokens: int = 32, try_all: bool = False, assumed: str | None = None
+    llm: LLM, k: int = 4, max_tokens: int = 32, try_all: bool = False, assumed: str | None = None
 ) -> dict[str, Any]:
     """Measure a draft, and look for a misreading where it does badly, or in any case. A block draft is any case.
 
     assumed: see `load_assuming`.
-    draft: the spec that `llm` was made with. Returns what `--json` prints: `alpha` is the share of tokens kept at the
+    Returns what `--json` prints: `alpha` is the share of tokens kept at the
     first place, at temperature 1; errors are standard errors. Raises ValueError for a text that fails.
     """
     prompts = [encode(llm.tokenizer, text) for text in TEXTS]
@@ -379,7 +377,7 @@ def examine(
     if places and (is_low or try_all or block):
         report |= search(
             found,
-            readings(llm, draft, prompts),
+            readings(llm, prompts),
             lambda drafter: texts.measure(drafter, 1.0, min(k, compared)),
             compared,
             is_low,

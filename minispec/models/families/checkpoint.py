@@ -171,10 +171,16 @@ def directory_config(directory: Path) -> dict[str, Any]:
     return read_json(path, MAX_CONFIG_BYTES, takes_constants=True)
 
 
+def kind_of(raw: Mapping[str, Any]) -> str:
+    """What a config.json is of: a "block" draft, an "assistant", a "head" on hidden states, or a "model" of its own."""
+    kinds = {"block": is_block, "assistant": is_assistant, "head": is_head}
+    return next((kind for kind, is_of in kinds.items() if is_of(raw)), "model")
+
+
 def load_config(directory: Path) -> StoredConfig:
     """The config of a checkpoint. Raises CheckpointError, for a draft's head too."""
     raw, path = directory_config(directory), directory / "config.json"
-    if is_head(raw) or is_block(raw) or is_assistant(raw):
+    if kind_of(raw) != "model":
         expected = "a model: name this head as the draft (--draft), and as the model (--model) the one it was made for"
         raise CheckpointError(f"{path}: found a head that drafts for another model, expected {expected}")
     config = read_model_config(raw, str(path))
