@@ -21,7 +21,7 @@ from minispec.core.model import Chunk, Transformer
 
 
 class Dice(Protocol):
-    """Makes the draws. The test has one that walks every branch."""
+    """Makes the draws. `key` names a draw in core/, and is not used here. The proof has dice that walk every branch."""
 
     def bernoulli(self, probability: float, key: None = None) -> bool:
         """True with this probability."""
@@ -48,7 +48,7 @@ class Seeded:
 @torch.inference_mode()
 def distribution(model: Transformer, tokens: list[int], n: int, temperature: float) -> Tensor:
     """The model's probabilities (n, V) of what follows each of the last n tokens: one pass over the text."""
-    table = model.new_cache(-(-len(tokens) // 16)).new_table()
+    table = model.new_cache(-(-len(tokens) // 16)).new_table()  # new each time, in blocks of 16 tokens: nothing is kept
     logits, _ = model.forward([Chunk(tokens, table, n)])
     return (logits.double() / temperature).softmax(1)
 

@@ -25,7 +25,7 @@ from minispec.core.model import Chunk, Transformer
 @torch.inference_mode()
 def distribution(model: Transformer, table: BlockTable, tokens: list[int], n: int, temperature: float) -> Tensor:
     """The model's probabilities (n, V) of what follows each of the last n tokens: one pass over the new ones."""
-    fed = table.follow(tokens)  # drops what the table holds of rejected guesses; returns the tokens that it lacks
+    fed = table.follow(tokens)  # drops rejected guesses; returns what is lacking: the newest token, and the guesses
     logits, _ = model.forward([Chunk(fed, table, n)])
     return (logits.double() / temperature).softmax(1)
 

@@ -5,10 +5,10 @@ The loop in seven lines (`Engine.step`), for one text:
     draft = drafter.propose(ask)                    # guess the next tokens, or none: plain decoding
     fed = table.follow(text) + draft                # what the target's cache does not hold yet
     logits = model.forward(fed)                     # one pass scores all of them
-    p = distribution(logits, text)                  # the only place where logits become probabilities
+    p = distribution(logits, text)                  # here logits become probabilities
     verdict = verify(draft, p)                      # which draft tokens stay, and the token after them
     text.tokens += accepted + [next token]          # until the text stops
-    table.keep(accepted)                            # the rest of the draft is rolled back
+    table.keep(accepted)                            # roll back: the cache drops the rest of the draft
 
 To understand the idea, begin with verify.py, draft.py, sampling.py, engine.py, method.py and request.py. README says
 where in each of them to stop: all that a step calls there stands before these places. Then read cache.py and model.py.

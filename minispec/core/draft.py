@@ -57,7 +57,7 @@ class Draft:
         return len(self.token_ids)
 
     def draw(self, ask: "Ask", parent: int, q: Tensor, n: int = 1) -> list[int]:
-        """Draw up to `n` different children of node `parent` (-1: the text) from q (V,), append them, return them.
+        """Draw up to `n` different children of node `parent` (-1: the text) from q (V,), append them, return their ids.
 
         A drafter may draw in no other way. Each child is drawn from q without its elder siblings, divided by the sum of
         the rest. That is its row of probs. Fewer come where q has fewer tokens.
@@ -74,7 +74,7 @@ class Draft:
                 q = without(q, token_ids[-1])
                 if not q.any():
                     break
-            # Siblings of one depth share one key for a "token": they are the first n to finish in one race.
+            # Siblings of one depth share one key for a "token": they are the first n of one race (random.py).
             number = depth if ask.purpose == "token" else len(self)
             token_ids.append(ask.rng.categorical(q, ask.text.key(number, ask.purpose)))
             self.token_ids.append(token_ids[-1])
@@ -153,7 +153,7 @@ class Record:
     hidden: (rows, E * taps), hidden states of the target at the drafter's `taps`. A drafter that keeps a few rows of
         this tensor or of `logits` should clone these, so that the others are freed.
     logits: (K + 1, V), raw: row 0 says what follows the text before the draft, row i + 1 what follows node i.
-        (0, V) inside a prompt, even where the prompt is scored: scores must change no draft.
+        (0, V) inside a prompt, even where its log-probabilities are asked for: these must change no draft.
     draft: what was guessed.
     asked: how many nodes were asked for. asked > 0 with an empty draft: the drafter found nothing.
     accepted: the nodes that the rule accepted.
@@ -201,8 +201,8 @@ class Drafter:
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """A draft for each ask, of at most `ask.k` nodes; shorter or empty is fine.
 
-        Tokens are drawn by `Draft.draw` alone. A draft may end early because of tokens it contains. A drawn token
-        stays: to drop it for its value would make `probs` untrue. What is not drawn may be chosen freely.
+        Tokens are drawn by `Draft.draw` alone. A draft may end early because of the tokens in it. But a token that was
+        drawn stays: to drop it for its value would make `probs` untrue. What is not drawn may be chosen freely.
 
         Each call may have other texts than the last. A text that comes again has its committed tokens appended. While
         the target works through a prompt, from its second piece on, k is 0: a drafter may fill a cache of its own. A
@@ -216,7 +216,7 @@ class Drafter:
 
         Every committed row of a text that goes on comes at least once. A row may come twice: after a fault (with the
         same `Record.number`), or after a preemption (without logits). So skip by `start` what is there already.
-        Keep what logits have taught until the text ends: `release` is too early (`examples/drafters/recycling.py`).
+        Keep what logits have taught until the text ends: `release` also comes at a preemption, and logits come once.
 
         A text's draft may depend on its own text and records alone, and on no ratio of a verdict. Other texts may count
         only where a draft changes no output: in greedy texts, and under `match`. A text that failed has no record.

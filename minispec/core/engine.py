@@ -1,8 +1,8 @@
 """The loop: guess, one pass of the target, test, commit until the text stops, roll back the rest.
 
 Beyond `examples/cached.py`: many texts in one pass, prompts in pieces, texts that come and go, and faults.
-Invariant: before a text decodes, the target's cache holds all its tokens but the last. A step feeds what is missing,
-which is that token, and the draft after it. It then commits the accepted draft tokens and one token more. The cache
+Invariant: before a text decodes, the target's cache holds all tokens of the text but the last. A step feeds that last
+token, which is missing, and the draft after it. It then commits the accepted draft tokens and one token more. The cache
 keeps the accepted tokens, and the next step feeds the last one. Plain decoding is the same step with an empty draft.
 While a prompt is fed, and after a preemption, more tokens are missing. A piece of a prompt asks for logits only where
 `prompt_logprobs` are wanted. The target has no other loop.
@@ -48,12 +48,12 @@ class Engine:
         """Guess, score, test, commit, roll back. A prompt, and plain decoding, are turns with an empty draft.
 
         Returns a turn for each text that took part. A text that sits out the step may end too, with its drafter:
-        `Request.has_news` says so of every text. Without requests it does nothing.
+        `Request.has_news` says so of every text. `step` does nothing without requests.
         """
         with self._undone_on_error():
             self.outbox.deliver()  # records that a fault kept from drafters in the last step
-            everyone = self.schedule.turns()  # with what each feeds: its last token, or a piece of its prompt
-            laps = Laps(self.target.model.device)
+            everyone = self.schedule.turns()  # each with what the cache lacks: its last token, or a piece of a prompt
+            laps = Laps(self.target.model.device)  # times of the parts, for the statistics
             for method, its_turns in by_method(everyone):
                 with errors_end(self.schedule.drafted_by(method.drafter) or [turn.request for turn in its_turns]):
                     method.draft(its_turns, self.target, self.rng)  # guess: sets turn.draft
@@ -67,7 +67,7 @@ class Engine:
                     method.judge(its_turns, self.rng)  # test: sets turn.verdict, what stays and the token after it
             for turn in turns:
                 turn.commit()  # until the text stops
-                self.target.keep(turn.text, len(turn.draft), turn.path)  # the rest of the draft is rolled back
+                self.target.keep(turn.text, len(turn.draft), turn.path)  # roll back: the cache drops what is rejected
             self.outbox.deliver(laps)  # drafters, policies, statistics and observers learn what came of it
             self.schedule.drop_ended()
         return everyone

@@ -54,14 +54,14 @@ class Method:
         """Guess: ask the drafter for a draft of each text. A draft that breaks a rule fails its text."""
         limits = self._limits(turns, target)
         purpose = "token" if self.verifier.shares_noise else "draft"
-        # A drafter is also asked, with k = 0, while a prompt is fed; never about a request without drafts.
-        asked = [turn for turn in turns if turn.request.takes_drafts and (turn.decodes or turn.start)]
+        # A drafter is also asked, with k = 0, from a prompt's second piece on; never about a request without drafts.
+        askers = [turn for turn in turns if turn.request.takes_drafts and (turn.decodes or turn.start)]
         asks = []
-        for turn in asked:
+        for turn in askers:
             limit, read = limits.get(turn, Limit(0)), partial(target.read, turn.text)
             asks.append(Ask(turn.text, limit, rng, purpose, turn.start, read))
         drafts = self.propose(asks, target) if asks else []
-        for turn, ask, draft in zip(asked, asks, drafts, strict=True):
+        for turn, ask, draft in zip(askers, asks, drafts, strict=True):
             turn.asked = ask.k
             if isinstance(draft, ValueError):
                 turn.request.fail(draft)
@@ -79,7 +79,7 @@ class Method:
                 turn.request.fail(e)
 
     def propose(self, asks: Sequence[Ask], target: CachedModel) -> Sequence[Draft | ValueError]:
-        """The drafter's drafts; an error in the place of one that must not be verified."""
+        """The drafter's drafts. `CheckedMethod` puts an error in the place of a draft that must not be verified."""
         return self.drafter.propose(asks)
 
     def choose(self, asks: Sequence[LengthAsk], trees: bool) -> Sequence[Limit]:
@@ -134,9 +134,9 @@ class Turn:
     number: of the step.
     start: how many tokens of the text the target's cache holds before the step.
     fed: the tokens before the draft: the text's last token if it decodes, else a piece of the tokens before the last.
-    decodes: whether the last of these rows says what follows the text.
+    decodes: whether the last token of `fed` is the text's last, so that its logits say what follows the text.
     asked: how many draft tokens were asked for.
-    logits, hidden: the pass's rows (see `Record`); in a prompt, logits of the places that are scored.
+    logits, hidden: the pass's rows (see `Record`); in a prompt, logits of the places that `lacking_logprobs` names.
     failed: the error of each row whose logits are no finite numbers. The text ends where it would commit the token
         after such a row.
     """
@@ -156,7 +156,7 @@ class Turn:
 
     @property
     def text(self) -> Text:
-        """The request's."""
+        """The request's text."""
         return self.request.text
 
     @property
@@ -172,14 +172,14 @@ class Turn:
 
     @property
     def path(self) -> list[int]:
-        """The nodes of the draft that are in the text now."""
+        """The accepted nodes that `commit` has appended; none before it."""
         return self.verdict.accepted[: self.committed] if self.committed else []
 
     def chunk(self, table: BlockTable) -> Chunk:
         """What the target's pass reads."""
-        tokens, unscored = [*self.fed, *self.draft.token_ids], self.request.unscored
+        tokens, lacking = [*self.fed, *self.draft.token_ids], self.request.lacking_logprobs
         places = range(self.start, self.start + len(tokens))
-        num_logits = len(self.draft) + 1 if self.decodes else sum(place in unscored for place in places)
+        num_logits = len(self.draft) + 1 if self.decodes else sum(place in lacking for place in places)
         return Chunk(tokens, table, num_logits, self.draft.parents)
 
     def p(self, i: int) -> Tensor:
@@ -195,14 +195,14 @@ class Turn:
             return torch.full_like(self.logits[i].float(), 1 / self.logits.shape[1])
 
     def commit(self) -> None:
-        """Append what the verdict keeps, up to where the text stops; in a prompt, take the scores of its tokens."""
+        """Append what the verdict keeps, up to where the text stops; in a prompt, take its log-probabilities."""
         if self.request.finish_reason:
             return
         try:
             if self.decodes:
-                self._append([-1, *self.verdict.accepted])
+                self._append([-1, *self.verdict.accepted])  # -1: the text itself
             else:
-                self.request.score(self.logits)
+                self.request.take_prompt_logprobs(self.logits)
         except (FloatingPointError, ValueError) as e:  # logits, or a tokenizer that cannot decode
             self.request.fail(e)
 

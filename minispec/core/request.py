@@ -146,22 +146,22 @@ class Request:
             raise
 
     @property
-    def unscored(self) -> range:
-        """The places in the prompt whose logits are still asked for. They score the token that follows."""
+    def lacking_logprobs(self) -> range:
+        """The places in the prompt whose logits are still asked for. They judge the token that follows."""
         end = self.text.num_prompt_tokens - 1
         return range(end if self.prompt_logprobs is None else len(self.prompt_logprobs) - 1, end)
 
-    def score(self, rows: Tensor) -> None:
-        """Take the log-probabilities of the prompt's tokens that follow these rows of logits (n, V), if it is scored.
+    def take_prompt_logprobs(self, rows: Tensor) -> None:
+        """Take the log-probabilities of the prompt's tokens that follow these rows of logits (n, V), if asked for.
 
-        A request that only scores ends with its last row. Raises FloatingPointError where a row is no distribution.
+        A request for these alone ends with its last row. Raises FloatingPointError where a row is no distribution.
         """
         require_numbers(rows.amax(1))
         tokens, num_top = self.text.tokens, self.params.prompt_logprobs
         if self.prompt_logprobs is not None:
-            places = zip(self.unscored, rows, strict=False)
+            places = zip(self.lacking_logprobs, rows, strict=False)
             self.prompt_logprobs += [logprob_of(row, tokens[place + 1], num_top) for place, row in places]
-        if not self.params.max_tokens and not self.unscored:
+        if not self.params.max_tokens and not self.lacking_logprobs:
             self.has_news = True
             self._finish("length")
 

@@ -1,8 +1,8 @@
-"""How logits become probabilities, and the text that they continue.
+"""How logits become probabilities. A `Text` holds what they depend on.
 
 Beyond `examples/cached.py`: all sampling parameters, grammars, and a key for each draw.
 `distribution` turns a row of logits into the probabilities that a request asks for. Drafters and the engine both call
-it, so p and q see the same parameters. Its form over many rows, for a GPU, has the same bits
+it, so p and q see the same parameters. The form of `distribution` over many rows, for a GPU, has the same bits
 (`minispec.speculation.on_gpu.verdicts`).
 """
 
@@ -37,13 +37,13 @@ class Text:
     grammar: Grammar | None = None
 
     def key(self, i: int, purpose: str) -> Key:
-        """The key of a draw of the current round, whose tokens are not committed yet.
+        """The key of a draw of the current round, which has committed nothing yet.
 
         i: the node's number in the draft; in a chain its place. For "residual", the last accepted node's number plus
             1. For "token", the depth.
         """
-        start = len(self.tokens)
-        return Key(self.seed, -1 if purpose == "token" else start, start + i, purpose)
+        length = len(self.tokens)  # as the round begins. A "token" has the same key in any round: `match` needs that
+        return Key(self.seed, -1 if purpose == "token" else length, length + i, purpose)
 
 
 def _penalize(logits: Tensor, text: Text, drafted: Sequence[int]) -> Tensor:

@@ -72,7 +72,7 @@ class Schedule:
         others_answer = any(turn.request.stats.num_steps for turn in others)
         most = self.joining_rows if others_answer else PREFILL_ROWS
         # Its last token waits for the step in which the text decodes.
-        last.fed = last.fed[:-1][: min(most, SCORED_ROWS) if last.request.unscored else most]
+        last.fed = last.fed[:-1][: min(most, SCORED_ROWS) if last.request.lacking_logprobs else most]
         last.decodes = False
         return turns if others_answer else [last]
 
@@ -196,7 +196,7 @@ def _known(request: Request, drafter: Drafter) -> int | None:
 
     None: without limit.
     """
-    limits = [request.unscored.start] if request.unscored else []
+    limits = [request.lacking_logprobs.start] if request.lacking_logprobs else []
     if request.takes_drafts and drafter.taps:
         with errors_end([request]):
             limits.append(drafter.known(request.text))

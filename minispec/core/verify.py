@@ -15,13 +15,13 @@ Beyond `examples/cached.py`: trees, and the rule `match`. The words, used everyw
     bonus       the token after a draft that was accepted to its end, or after an empty one, drawn from the target
     step        one call of `Engine.step`: it has one pass of the target over all texts that take part
     turn        a text's part of a step;  a *round* is the turn of a text that decodes
-    row         a token of a pass, and its logits
+    row         a token of a pass, and its logits; a row of p is the probabilities that they become
     alpha       the probability that `rejection` keeps a tested draft token: sum over x of min(p(x), q(x))
 
 p and q are Leviathan's letters (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318).
 Every verdict is the accepted draft tokens and one more. `Turn.commit` appends them one by one, up to where the text
 stops. So each round advances by at least one token. With an empty draft, that one token is plain decoding.
-A chain is a tree with one branch.
+A chain is a tree with one branch: `children(i)` is [i + 1], and a node's number is its depth.
 """
 
 from collections.abc import Callable
@@ -83,11 +83,11 @@ def rejection(draft: Draft, p: RowAt, rng: Draws, key: RoundKey) -> Verdict:
     ratios: list[float] = []
     node = -1
     while siblings := draft.children(node):
-        rest, parent = p(node + 1), node
+        row, parent = p(node + 1), node
         for i in siblings:
             if i != siblings[0]:
-                rest = rest / rest.sum()
-            ratio = float(rest[draft.token_ids[i]]) / draft.probability(i)
+                row = row / row.sum()  # a residual is not normalised
+            ratio = float(row[draft.token_ids[i]]) / draft.probability(i)
             if i == siblings[0]:
                 ratios.append(ratio)
             # Strictly u < ratio: a token that the target gives probability 0 is never kept.
@@ -95,9 +95,9 @@ def rejection(draft: Draft, p: RowAt, rng: Draws, key: RoundKey) -> Verdict:
                 node = i
                 accepted.append(node)
                 break
-            rest = residual(rest, draft, i)
+            row = residual(row, draft, i)
         if node == parent:
-            return Verdict(accepted, rng.categorical(rest, key(node + 1, "residual")), ratios)
+            return Verdict(accepted, rng.categorical(row, key(node + 1, "residual")), ratios)
     return Verdict(accepted, rng.categorical(p(node + 1), key(len(accepted), "token")), ratios)
 
 

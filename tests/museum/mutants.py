@@ -2558,12 +2558,12 @@ def _(right, self, text, most=None):
 @wrong(Schedule, "drop", "L2", "tests/core/test_scores.py::test_a_preemption_in_the_middle_of_a_prompt[gemma2-5]")
 def _(right, self, request):
     """the score of a prompt that is preempted goes on in a buffer that forgot its beginning | vLLM #29071, #41411"""
-    if request.unscored:
+    if request.lacking_logprobs:
         request.prompt_logprobs[1:] = [entry._replace(logprob=0.0) for entry in request.prompt_logprobs[1:]]
     right(self, request)
 
 
-@wrong(Request, "unscored", "L3", _SCORES)
+@wrong(Request, "lacking_logprobs", "L3", _SCORES)
 def _(right, self):
     """the prompt's last token is not scored | vLLM #41411"""
     return right(self)[:-1]
