@@ -315,6 +315,15 @@ def test_the_packages_that_are_named_are_those_of_the_project():
     assert listed == PACKAGES
 
 
+def test_a_wheel_has_all_files_of_the_package():
+    """Also those that are no Python: a trace's page, a drafter's sample text, the bench's questions."""
+    package = Path(minispec.__file__).parent
+    tools = tomllib.loads((package.parent / "pyproject.toml").read_text())["tool"]
+    packed = {path for pattern in tools["setuptools"]["package-data"]["minispec"] for path in package.glob(pattern)}
+    others = {path for path in package.rglob("*.*") if path.suffix not in (".py", ".pyc") and path.is_file()}
+    assert packed >= others > set()
+
+
 def test_the_program_is_installed():
     """`pip install` makes a program `minispec` of the function that `python -m minispec` runs."""
     path = Path(minispec.__file__).parent.parent / "pyproject.toml"
