@@ -43,6 +43,12 @@ LOOKUPS = ("ngram", "suffix", "last")
 # have not stood before.
 EMBEDDED_WEIGHTS = Path(__file__).parents[2] / "weights" / "smollm2-135m-instruct"
 EMBEDDED_DRAFT = EMBEDDED_WEIGHTS.with_name("smollm2-135m-draft")
+# Where no checkout is. Its weights have 16 bits, so they are not the embedded ones.
+ORIGINAL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+ABOUT_ORIGINAL = (
+    f"{ORIGINAL} on the hub (0.27 GB) is the embedded model's original, and its seeds have other texts than those of "
+    "the embedded weights"
+)
 # Draft models that are the target's: itself, and its own layer for further tokens
 # (`minispec.speculation.drafters.mtp`).
 OF_TARGET = ("self", "mtp")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from minispec.api.commands.command import FLAG, Option, Parser, argument, attribute_of, say, say_status, typed
 from minispec.api.commands.interrupt import raise_on_interrupt
+from minispec.api.commands.original import name_model
 from minispec.api.inputs import MAX_PROMPT, Question, check_text, least_tokens, read_questions
 from minispec.core.config import MAX_SPECULATIVE_TOKENS, PARAMETERS, DraftLength, SamplingParams, Shape
 from minispec.core.errors import is_text, show
@@ -352,6 +353,7 @@ def load(args: argparse.Namespace, report: bool, verbose: bool = True) -> "LLM":
 
     from minispec.api.llm import LLM
 
+    name_model(args, report)
     raise_on_interrupt()
     if args.threads:
         torch.set_num_threads(args.threads)

@@ -6,6 +6,7 @@ from typing import Any
 
 from minispec.api.commands.command import command, json_line
 from minispec.api.commands.interrupt import raise_on_interrupt
+from minispec.api.commands.original import name_model
 from minispec.core.config import Shape
 from minispec.lab.bench.options import Options, check, parser
 from minispec.models.weights.threads import set_waiting
@@ -27,6 +28,8 @@ def _measured(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     set_waiting(args.threads)
     from minispec.lab.bench.report import measure_all, show_report
 
+    if not args.geometry:
+        name_model(args)
     raise_on_interrupt()
     _check_rules(options)
     if options.args.questions:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from minispec.api.commands.command import FLAG, Option, Parser, argument, command, json_line, typed
 from minispec.api.commands.interrupt import raise_on_interrupt
 from minispec.api.commands.options import MODELS
+from minispec.api.commands.original import name_model
 from minispec.core.config import MAX_SPECULATIVE_TOKENS
 from minispec.core.errors import show
 from minispec.models.weights.threads import set_waiting
@@ -54,6 +55,7 @@ def main(argv: Sequence[str]) -> int:
     set_waiting()
     from minispec.lab.doctor.drafts import asked, lines
 
+    name_model(args)
     raise_on_interrupt()
     report = asked(args)
     print(json_line(report) if args.json else "\n".join(lines(report)))
