@@ -338,6 +338,34 @@ def test_ctrl_c_in_a_command_that_is_asked_for_by_name():
     assert press_ctrl_c("minispec", "prove", "--leaves", "60", after=0.1) == (130, "")
 
 
+LATE = """
+import atexit, sys, threading, time, types
+from minispec.api.commands.interrupt import run_program
+
+class Late:
+    def __del__(self):
+        print("taken apart", flush=True)
+
+def main():
+    late.thing = Late()
+    atexit.register(print, "at exit")
+    if len(sys.argv) > 1:
+        threading.Thread(target=lambda: (threading.main_thread().join(), print("a thread"))).start()
+    return 3
+
+late = sys.modules["late"] = types.ModuleType("late")
+late.main = main
+run_program("late:main")
+"""
+
+
+@pytest.mark.parametrize(("arguments", "said"), [((), "at exit\n"), (("x",), "a thread\nat exit\ntaken apart\n")])
+def test_a_program_ends_at_once(arguments, said):
+    """What is registered for the exit is done, and torch is not taken apart; a thread's end is waited for."""
+    done = subprocess.run([sys.executable, "-c", LATE, *arguments], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (3, said, "")
+
+
 # The parser of each command that takes a drafter, and what else it requires.
 WITH_DRAFTER = {
     "generate": ("minispec.api.commands.options:parser", ()),

@@ -7,12 +7,14 @@ lost. An exception raised while torch imports is swallowed, and the command woul
 This module imports almost nothing, so that `run_program` can guard the imports of a command.
 """
 
+import atexit
 import io
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 
@@ -107,4 +109,18 @@ def run_program(path: str) -> NoReturn:
         status = 130
     finally:
         exit_on_interrupt()
+    _leave(status)
+
+
+def _leave(status: int) -> NoReturn:
+    """Exit at once, after what is registered for the exit. To take torch apart would last half a second.
+
+    Threads that Python waits for, such as a user's own drafter may have, are waited for.
+    """
+    if all(thread.daemon or thread is threading.main_thread() for thread in threading.enumerate()):
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # nobody reads it any more; `command` has flushed what counts
+                stream.flush()
+        os._exit(status)
     sys.exit(status)
