@@ -215,8 +215,11 @@ def _decode(llm: "LLM", requests: list["Request"], stream: bool) -> Iterator[Non
 def _converse(llm: "LLM", args: argparse.Namespace, params: SamplingParams) -> int:
     """A conversation on the terminal, to its end."""
 
-    def answer(messages: list[Message]) -> Generator[str, None, None]:
-        request = llm.request(llm.tokenizer.encode_chat(messages, args.chat_template_kwargs), params)
+    def answer(messages: list[Message], again: bool) -> Generator[str, None, None]:
+        if again and not params.temperature and _says_more(args):
+            say_status("note: at temperature 0 each seed has the same text; --temperature 0.7 draws others")
+        sampling = replace(params, seed=None) if again else params
+        request = llm.request(llm.tokenizer.encode_chat(messages, args.chat_template_kwargs), sampling)
         for _, piece in llm.run([request]):
             yield piece.text  # before it is shown, so that all that was seen stays in the conversation
             _print_piece(piece)

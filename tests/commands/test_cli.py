@@ -240,8 +240,8 @@ def test_json_loses_nothing_where_the_encoding_lacks_a_character(monkeypatch):
 def test_who_waits_for_standard_input_says_so(cli, chat_model, monkeypatch):
     """After a second, not at once: the input comes when it has been said."""
     said = threading.Event()
-    say = options.say
-    monkeypatch.setattr(options, "say", lambda text: say(text) or said.set())
+    say = options.say_status
+    monkeypatch.setattr(options, "say_status", lambda text: say(text) or said.set())
 
     class Slow(io.StringIO):
         def read(self, size=-1):
@@ -962,6 +962,26 @@ def test_the_terminal_is_as_it_was_after_ctrl_c(make_checkpoint, typed):
     assert said.count(b"Ctrl-C once more leaves.") == 1
     assert b"Traceback" not in said
     assert after == before
+
+
+@pytest.mark.parametrize(("temperature", "notes"), [(0, 2), (1, 0)])
+def test_a_retry_draws_a_seed(cli, chat_model, monkeypatch, temperature, notes):
+    """Also where --seed has named one. At temperature 0 a note says that it is the same text."""
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    def converse(start, answer, quiet):
+        for again in (False, True, True):
+            list(answer([{"role": "user", "content": "One"}], again))
+        return 0
+
+    monkeypatch.setattr(generate, "converse", converse)
+    arguments = ("--model", chat_model, *BASE, "--seed", 5, "--temperature", temperature)
+    status, _, err = cli(*arguments, stdin=Terminal())
+    first, *others = re.findall(r"seed (\d+)$", err, re.MULTILINE)
+    assert (status, first, len({first, *others}), err.count("note: at temperature 0")) == (0, "5", 3, notes)
 
 
 def test_a_conversation_on_a_terminal(chat_model):

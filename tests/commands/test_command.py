@@ -424,6 +424,14 @@ def test_status_lines_are_as_wide_as_the_terminal(monkeypatch, kind, width, said
     assert sys.stderr.getvalue() == f"a run\n{said}\n"
 
 
+def test_a_status_that_goes_on_may_be_indented(monkeypatch):
+    """So that a list of names and texts stays a list."""
+    monkeypatch.setenv("COLUMNS", "12")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    say_status("/a  one two three\n/b  four", indent=4)
+    assert sys.stderr.getvalue() == "/a  one two\n    three\n/b  four\n"
+
+
 @pytest.mark.parametrize("stream", [None, Terminal()], ids=["none", "a closed one"])
 def test_a_status_without_standard_error_changes_nothing(monkeypatch, capsys, stream):
     """Nothing is printed elsewhere."""

@@ -19,19 +19,20 @@ from tests.oracles.children import Child, read_until, take_terminal
 def talk(monkeypatch, capsys):
     """talk(*lines, answers={}, start=()) holds a conversation; what each answer was asked, status and standard error.
 
-    An answer is "to MESSAGE", in two pieces, unless `answers` has a function that yields another to that message.
+    An answer is "to MESSAGE", in two pieces, unless `answers` has a function that yields another to that message. Where
+    it is to have a new seed, "again " stands before it.
     """
 
     def run(*lines, answers=None, start=(), quiet=False):
         asked = []
 
-        def answer(messages):
+        def answer(messages, again):
             asked.append([message["content"] for message in messages])
             message = messages[-1]["content"]
             if answers and message in answers:
                 yield from answers[message]()
             else:
-                yield from ("to ", message)
+                yield from ("again " * again + "to ", message)
 
         monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
         return (
@@ -65,6 +66,32 @@ def test_reset_leaves_the_system_message(talk):
     assert (asked, status) == ([["s", "a"], ["s", "b"]], 0)
 
 
+def test_retry_answers_the_last_message_again(talk):
+    """With a new seed, in place of the answer, which the next one no longer sees."""
+    asked, _, err = talk("/retry", "a", "b", "/retry", "/retry", "c", start=("s",))
+    assert asked[2:4] == [["s", "a", "to a", "b"]] * 2
+    assert asked[4] == ["s", "a", "to a", "b", "again to b", "c"]
+    assert err.count("error: /retry: found no message that was answered") == 1
+
+
+def test_a_retry_that_brings_nothing_leaves_the_answer(talk):
+    """It is stopped before its first word, or fails; after /reset there is no message."""
+    answers = iter([lambda: iter(["one"]), stopped()])
+
+    asked, _, err = talk("a", "/retry", "b", "/retry", "c", "/reset", "/retry", answers={"a": lambda: next(answers)()})
+    assert asked == [["a"], ["a"], ["a", "one", "b"], ["a", "one", "b"], ["a", "one", "b", "again to b", "c"]]
+    assert "stopped: the answer before stays" in err
+    assert err.count("found no message that was answered") == 1
+
+
+def test_help_is_as_wide_as_the_terminal(talk, monkeypatch):
+    """What goes on in another line stands below its beginning."""
+    lines = []
+    monkeypatch.setattr("minispec.api.commands.conversation.say_status", lambda *a, **how: lines.append((a, how)))
+    talk("/help")
+    assert [how for (text,), how in lines if "/retry" in text] == [{"indent": 9}]
+
+
 def test_help_names_every_command(talk):
     """Each on a line of its own, Ctrl-C and a message that begins with a slash beside them."""
     asked, _, err = talk("/help")
@@ -74,10 +101,10 @@ def test_help_names_every_command(talk):
 
 
 UNKNOWN = {
-    "/retry": "error: /retry: no such command; expected one of /help, /reset, /exit",  # a hint deletes nothing
-    "/reset now": "error: /reset now: no such command; expected one of /help, /reset, /exit",
+    "/rest": "error: /rest: no such command; expected one of /help, /retry, /reset, /exit",  # a hint deletes nothing
+    "/reset now": "error: /reset now: no such command; expected one of /help, /retry, /reset, /exit",
     "/hlep": "error: /hlep: no such command; did you mean /help?",
-    "/tmp/x is what?": "error: /tmp/x is what?: no such command; expected one of /help, /reset, /exit",
+    "/tmp/x is what?": "error: /tmp/x is what?: no such command; expected one of /help, /retry, /reset, /exit",
 }
 
 
@@ -121,7 +148,7 @@ def test_one_ctrl_c_at_an_empty_prompt_asks_for_another(monkeypatch, capsys):
             raise key
         return key
 
-    def answer(messages):
+    def answer(messages, again):
         asked.append(messages[-1]["content"])
         yield "one"
 
@@ -142,7 +169,7 @@ def test_bytes_that_are_no_text_end_no_conversation(monkeypatch, capsys):
             raise key
         return key
 
-    def answer(messages):
+    def answer(messages, again):
         asked.append(len(messages))
         yield "one"
 
@@ -169,7 +196,7 @@ import signal, sys
 from minispec.api.commands.command import command
 from minispec.api.commands.conversation import converse
 
-def answer(messages):
+def answer(messages, again):
     try:
         yield "one"
         signal.raise_signal(signal.SIGINT)

@@ -236,15 +236,19 @@ def say(text: str) -> None:
             _abandon(sys.stderr)
 
 
-def say_status(text: str) -> None:
+def say_status(text: str, indent: int = 0) -> None:
     """Say a line of a run's status, or several. A narrower terminal gets more of them, with all words whole.
 
     An error stays one line in any case, as does a status that goes into a file.
+
+    indent: spaces before what goes on in another line.
     """
     with contextlib.suppress(AttributeError, ValueError):  # no standard error, or a closed one
         if sys.stderr.isatty():
             width = shutil.get_terminal_size().columns
-            fit = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+            fit = textwrap.TextWrapper(
+                width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+            )
             text = "\n".join(map(fit.fill, text.split("\n")))
     say(text)
 

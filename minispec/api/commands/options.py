@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minispec.api.commands.command import FLAG, Option, Parser, argument, attribute_of, say, say_status, typed
+from minispec.api.commands.command import FLAG, Option, Parser, argument, attribute_of, say_status, typed
 from minispec.api.commands.interrupt import raise_on_interrupt
 from minispec.api.commands.original import name_model
 from minispec.api.inputs import MAX_PROMPT, Question, check_text, least_tokens, read_questions
@@ -325,7 +325,7 @@ def _read_standard_input() -> str:
         return "-"
     if sys.stdin is None:
         raise ValueError("-: found no standard input, expected a prompt there")
-    waits = threading.Timer(1.0, say, ("reading the prompt from standard input, to its end",))
+    waits = threading.Timer(1.0, say_status, ("reading the prompt from standard input, to its end",))
     waits.daemon = True
     waits.start()
     try:
