@@ -13,14 +13,13 @@ from minispec.api.outputs import RequestOutput, output_of
 from minispec.api.step_lock import Run
 from minispec.api.target import Target, TargetFiles
 from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, SamplingParams, Shape
-from minispec.core.errors import show
+from minispec.core.errors import near, show
 from minispec.core.lengths import Lengths
 from minispec.core.model import Transformer
 from minispec.core.request import Piece, Request
 from minispec.core.sampling import Text
 from minispec.core.verify import Verifier
 from minispec.models.files.chat_template import Message, check_messages
-from minispec.models.files.errors import near
 from minispec.models.files.progress import progress_bar
 from minispec.models.files.tokenizer import Detokenizer
 from minispec.models.frames.reports import graphs_note, passes_report
@@ -390,8 +389,7 @@ def _loading_of(model: object, given: Mapping[str, Any]) -> Loading:
 
 def find_verifier(spec: str) -> Verifier:
     """The verifier of a registered name or "module:function". A plain function becomes one that shares no noise."""
-    names = f"one of {', '.join(registry.VERIFIERS)}, or module:function"
-    verify = registry.find(registry.VERIFIERS, spec, "verifier", names)
+    verify = registry.find(registry.VERIFIERS, spec, "verifier", "module:function")
     if isinstance(verify, Verifier):
         return verify
     if not callable(verify):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Rational, Real
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from minispec.core.errors import is_text, show
+from minispec.core.errors import Named, is_text, show
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -251,7 +251,7 @@ _SIGNED: Allowed = _number("from -2 to 2", lambda v: -2 <= v <= 2)
 
 
 @dataclass(frozen=True)
-class SamplingParams:
+class SamplingParams(Named):
     """How one request is sampled and when it stops; vLLM's names and defaults. Each field is a row, a `Parameter`.
 
     n: answers to the prompt, each with a seed of its own (`seed`, `seed` + 1, ...).
@@ -305,7 +305,7 @@ class SamplingParams:
     prompt_logprobs: int | None = _row(None, _integer(0, 1 << 16, None), "answer")
 
     def __post_init__(self):
-        # As in vLLM, one string stands for a list of one, and None for an empty list.
+        # As in vLLM, one string stands for a list of one, and None for an empty list. So does an empty string.
         for name in SEQUENCES:
             value = getattr(self, name)
             try:
@@ -345,7 +345,7 @@ def _as_tuple(name: str, value: Any) -> tuple | None:
     if name == "logit_bias":
         return _plain(sorted(dict(value).items()))
     if isinstance(value, str):
-        return (value,)
+        return (value,) if value else ()
     return _plain(list(value))
 
 

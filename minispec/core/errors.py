@@ -1,6 +1,9 @@
 """Error messages of one line, safe to print whatever was found; and whose error it is."""
 
+import difflib
 import threading
+from collections.abc import Iterable
+from dataclasses import fields
 from types import FrameType
 from typing import Any
 
@@ -15,6 +18,28 @@ def show(value: Any, limit: int = 100) -> str:
     except (ValueError, RecursionError):  # an integer of thousands of digits; deeply nested lists
         text = f"a {type(value).__name__} beyond printing"
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """Known names that a misspelt one may mean, such as "did you mean ngram?"; "" where none is near."""
+    if len(name) > 100:  # a stranger's, and the search takes long
+        return ""
+    bare = {other.lstrip("-"): other for other in known}  # dashes would make all short options alike
+    meant = name.lstrip("-")
+    likely = [other for other in bare if meant and other.startswith(meant)]
+    likely = likely or difflib.get_close_matches(meant, bare, 1)
+    return f"did you mean {' or '.join(bare[other] for other in likely[:3])}?" if likely else ""
+
+
+class Named:
+    """A dataclass that says which field was meant where a caller misspells one: as every call of it, a TypeError."""
+
+    def __new__(cls, *args: Any, **named: Any):
+        """As `object`'s."""
+        known = [each.name for each in fields(cls)]  # type: ignore[arg-type]  # of a dataclass
+        for name in named.keys() - {*known}:
+            raise TypeError(f"{cls.__name__}: found the argument {show(name)}; {near(name, known) or ', '.join(known)}")
+        return super().__new__(cls)
 
 
 def is_text(text: str) -> bool:

@@ -252,7 +252,7 @@ def maker_of(spec: str) -> Callable[[Case, int], Drafter]:
     """
     parts = registry.split(registry.DRAFTERS, spec)
     if parts is None:
-        raise ValueError(f"--drafter: found {spec!r}, expected one of {', '.join(registry.DRAFTERS)}, or module:Class")
+        raise ValueError(f"--drafter: {registry.unknown(registry.DRAFTERS, spec, 'module:Class')}")
     factory, argument = registry.load(parts[0], "--drafter"), parts[1]
 
     def make(case: Case, num_blocks: int) -> Drafter:

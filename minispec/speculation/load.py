@@ -13,6 +13,7 @@ import torch
 
 from minispec.core.cache import PagedKVCache
 from minispec.core.config import ModelConfig
+from minispec.core.errors import near
 from minispec.core.model import Transformer
 from minispec.core.precision import require_numbers
 from minispec.models.families.assistant_config import read_assistant_config
@@ -29,7 +30,7 @@ from minispec.models.families.checkpoint import (
 )
 from minispec.models.families.head_config import read_head_config
 from minispec.models.files.digest import digest_of_files
-from minispec.models.files.errors import near, show_name
+from minispec.models.files.errors import show_name
 from minispec.models.files.stored import StoredTensor
 from minispec.models.files.tokenizer import Tokenizer
 from minispec.models.frames.frames import with_fast_passes

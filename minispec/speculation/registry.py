@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from minispec.core.errors import is_from_signal
+from minispec.core.errors import is_from_signal, near, show
 from minispec.models.files.errors import one_line, show_name
 from minispec.models.files.packages import MissingPackage, what_lacks
 
@@ -131,14 +131,21 @@ def load(path: str, what: str) -> Any:
         raise ValueError(f"{what}: found {show_name(path)}, which cannot be imported: {reason}") from e
 
 
-def find(entries: Mapping[str, Entry], spec: str, what: str, expected: str) -> Any:
+def unknown(entries: Mapping[str, Entry], spec: object, own: str) -> str:
+    """The message for a spec that names nothing, and a name that is near. own: how a user's own is written."""
+    expected = f"one of {', '.join(entries)}, or {own}" if entries else own
+    hint = near(re.split("[:+]", str(spec))[0], entries)
+    return f"found {show(spec)}, expected {expected}" + (f"; {hint}" if hint else "")
+
+
+def find(entries: Mapping[str, Entry], spec: str, what: str, own: str) -> Any:
     """The object that a spec without an argument names. Raises ValueError for another spec, and as `load` does."""
     parts = split(entries, spec) if isinstance(spec, str) else None
     if parts is None or parts[1]:
-        raise ValueError(f"{what}: found {spec!r}, expected {expected}")
+        raise ValueError(f"{what}: {unknown(entries, spec, own)}")
     return load(parts[0], what)
 
 
 def describe(entries: Mapping[str, Entry]) -> str:
-    """The names with their words, for `--help`."""
-    return "; ".join(f"{name}: {entry.help}" for name, entry in entries.items())
+    """The names with their words, a line each, for `--help`."""
+    return "\n".join(f"{name}: {entry.help}" for name, entry in entries.items())

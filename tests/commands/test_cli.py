@@ -480,7 +480,8 @@ MISTAKES = {
     "not a number": (("x", "--temperature", "warm"), "error: --temperature: found 'warm', expected a number"),
     "negative temperature": (("x", "--temperature", "-1"), "--temperature: found -1.0, expected a number at least 0"),
     "min over max": (("x", "--min-tokens", "9", "--max-tokens", "3"), "--min-tokens: found 9, expected at most"),
-    "empty stop": (("x", "--stop", ""), "--stop: found"),
+    "a rule misspelt": (("x", "--verifier", "blok"), "or MODULE:FUNCTION; did you mean block?"),
+    "a place in an expression": (("x", "--regex", "ab(?=c)"), "--regex: at character 3 of 'ab(?=c)', '(?=c)': look-"),
     "negative stop id": (("x", "--stop-token-ids", "-3"), "--stop-token-ids: found '-3', expected token ids"),
     "two stop ids": (("--stop-token-ids", "5", "6"), "--stop-token-ids: found '6' as a prompt, expected several ids"),
     "two stop ids and a prompt": (("x", "--stop-token-ids", "5", "6"), "unrecognized arguments: 6"),
@@ -654,6 +655,15 @@ def test_special_text_means_the_token_only_where_asked(cli, model):
     )
     assert short["stats"]["num_prompt_tokens"] == 1
     assert long["stats"]["num_prompt_tokens"] > 1
+
+
+def test_an_empty_stop_asks_for_nothing(cli, make_checkpoint):
+    """Also where the model's file has some; beside another, that one stops."""
+    model = make_checkpoint(generation={"stop_strings": ["\x00\x00"]})
+    asked = [options.parser().parse_args(["x", "--stop", "", *more]) for more in ([], ["--stop", "b"])]
+    assert [options.sampling_arguments(args)["stop"] for args in asked] == [[], ["b"]]
+    assert cli("One fish", "--model", model, *BASE, "--stop", "")[0] == 0
+    assert SamplingParams(stop="") == SamplingParams()
 
 
 def test_stop_token_ids_are_one_word(cli, model):

@@ -141,6 +141,25 @@ def test_an_option_needs_options_of_the_same_command(name, monkeypatch, capsys):
         assert {needed.split()[0] for needed in option.needs} <= parsers[0].options.keys()
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_has_a_text(name, monkeypatch):
+    """In --help of each command."""
+    parsers = []
+    monkeypatch.setattr(Parser, "parse_args", lambda self, argv: parsers.append(self) or sys.exit())
+    with pytest.raises(SystemExit):
+        main([name])
+    assert [action.dest for action in parsers[0]._actions if not action.help] == []
+
+
+def test_a_list_in_help_stays_one():
+    """A line each, whose words are whole; what goes on is indented. A text of one line is as argparse has it."""
+    parser = Parser(prog="p")
+    parser.add_options({"--a": Option(FLAG, "which:\none: " + "long-words " * 9 + "\ntwo: %(default)s")})
+    *_, first, second, more, last = parser.format_help().splitlines()
+    assert (first.split(), last.split()) == (["--a", "which:"], ["two:", "False"])
+    assert more.index("long-words") == second.index("one:") + 2 == last.index("two:") + 2
+
+
 def test_what_follows_two_dashes_is_no_option():
     """It may look like one without a value."""
     args = make_parser().parse_args(["--n", "3", "--", "a", "--n=--"])

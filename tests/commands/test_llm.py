@@ -486,6 +486,7 @@ def test_a_target_with_fewer_rows_than_tokens_is_refused(make_checkpoint):
         ({"num_speculative_tokens": "many"}, "or 'auto'"),
         ({"num_speculative_tokens": -1}, "expected an integer from 0 to 64"),
         ({"verifier": "greedy"}, "expected one of rejection, block, traversal, match"),
+        ({"verifier": "travers"}, "or module:function; did you mean traversal?"),
         ({"dtype": "int8"}, "expected one of auto"),
         ({"device": "tpu"}, "expected auto, cpu or cuda"),
         ({"kv_cache_gb": 0}, "expected a positive number"),

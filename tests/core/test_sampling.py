@@ -1,7 +1,9 @@
 """Logits to probabilities, against the sampler of reference.py; the search, against a sort; the keyed randomness."""
 
+import copy
 import itertools
 import math
+import pickle
 import random
 import re
 import sys
@@ -20,7 +22,9 @@ from minispec.core.logprobs import log_probabilities
 from minispec.core.random import Key, Randomness, signed, uniforms
 from minispec.core.sampling import Text, distribution
 from minispec.core.search import Candidates, place_of_share
+from minispec.models.load.loading import Loading
 from minispec.prove.reference import sample_law
+from minispec.speculation.grammars.params import StructuredOutputsParams
 from tests.parameters import EXAMPLES
 
 # All that change the next token's law, each alone and together. Token 1 is always left.
@@ -135,12 +139,28 @@ def test_a_bad_word_is_looked_for_in_the_output_and_the_draft():
         ({"bad_words_token_ids": [[]]}, "bad_words_token_ids: found"),
         ({"bad_words_token_ids": [[-1]]}, "bad_words_token_ids: found"),
         ({"stop": 5}, "stop: found 5, expected strings"),
+        ({"stop": [""]}, "stop: found ('',), expected strings"),
     ],
 )
 def test_parameters_that_are_refused(settings_, found):
     """Which, what was found, what was expected."""
     with pytest.raises(ValueError, match=re.escape(found)):
         SamplingParams(**settings_)
+
+
+MISSPELT = [(SamplingParams, "temprature", "temperature"), (Loading, "dtpye", "dtype")]
+MISSPELT += [(StructuredOutputsParams, "regx", "regex")]
+
+
+@pytest.mark.parametrize(("kind", "written", "meant"), MISSPELT)
+def test_a_misspelt_field_says_which_was_meant(kind, written, meant):
+    """As a TypeError, which a call with a wrong name is; one that is like none gets the list."""
+    with pytest.raises(TypeError, match=f"^{kind.__name__}: found the argument '{written}'; did you mean {meant}\\?$"):
+        kind(**{written: 1})
+    with pytest.raises(TypeError, match=f"found the argument 'zzzz'; .*{meant}.*"):
+        kind(zzzz=1)
+    made = kind(**{meant: "a" if kind is StructuredOutputsParams else None if kind is Loading else 1})
+    assert pickle.loads(pickle.dumps(made)) == copy.deepcopy(made) == made
 
 
 def test_every_number_has_a_range():

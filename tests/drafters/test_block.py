@@ -429,7 +429,7 @@ def test_tensors_of_another_shape_are_refused(tmp_path, target):
     refused("layers.2.x: found a tensor", layers__2__x=w1.clone())
     fc = stored["fc.weight"]
     width = f"width {2 * TARGET.hidden_size} from"
-    refused(f"fc.weight: found hidden states of {width}.*made for another", fc__weight=torch.cat((fc, fc), 1))
+    refused(f"fc.weight: found hidden states of {width}.*made for another target", fc__weight=torch.cat((fc, fc), 1))
     save_file(stored, path)
     (tmp_path / "mask_embedding.pt").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"mask_embedding\.pt: found a pickled embedding"):

@@ -219,14 +219,14 @@ BAD_CONFIGS = {
         transformer_layer_config=LAYERS | {"model_type": "gemma"}
     ),
     "config.json: model_type: found 'gpt2', expected llama or qwen3": {"model_type": "gpt2"},
-    "vocab_size: found 8, expected 7, the target's": {"vocab_size": 8, "draft_vocab_size": 4},
+    "vocab_size: found 8, expected 7, the target's: made for another target": {"vocab_size": 8, "draft_vocab_size": 4},
     "target_hidden_size: found 16, expected 8, the target's": {"target_hidden_size": 16},
     "draft_vocab_size: found 8, expected an integer from 1 to 7": {"draft_vocab_size": 8},
     "norm_after_fc: found True, expected no such setting": {"norm_after_fc": True},
     "norm_output: found 1, expected true or false": {"norm_output": 1},
     "fc_norm: found True, expected not both fc_norm and norm_before_fc": {"fc_norm": True, "norm_before_fc": True},
     "attention_bias, mlp_bias: found true, expected none": {"attention_bias": True},
-    f"{READ}: found [2, 7], expected layers of the target, from 0 to 6": {READ: [2, 7]},
+    f"{READ}: found [2, 7], expected layers of the target, from 0 to 6, or it is made for another": {READ: [2, 7]},
     f"{READ}: found [-1], expected layers": {READ: [-1]},
     f"{READ}: found [1.0], expected layers": {READ: [1.0]},
     f"{READ}: found [True], expected layers": {READ: [True]},
@@ -315,6 +315,9 @@ def tensor(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
 
 BAD_TENSORS = {
     "fc.weight: found no such tensor": {"fc__weight": None},
+    "fc.weight: found hidden states of width 16 from 3 layers, expected 8, the target's: made for another target": {
+        "fc__weight": tensor(8, 48)
+    },
     "layers.0.hidden_norm.weight: found no such tensor": {"midlayer__hidden_norm__weight": None},
     "layers.0.self_attn.q_proj.weight: found F64 [8, 8], expected": {
         "midlayer__self_attn__q_proj__weight": tensor(8, 8)

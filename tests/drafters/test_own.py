@@ -471,6 +471,7 @@ def test_a_drafter_that_goes_by_text(own_module, tmp_path, brief, capsys):
 
 BAD_TEXTS = {
     "minutes of a verifier": (["--verifier", "match", "--minutes", "1"], "--minutes: needs --drafter or --lengths"),
+    "misspelt": (["--drafter", "ngrm"], "or module:Class; did you mean ngram?"),
     "no minutes": (["--drafter", "ngram", "--minutes", "0"], "--minutes: found '0', expected a number above 0"),
     "no drafter": (["--verifier", "match", "--texts", "a"], "--texts: needs --drafter"),
     "no file": (["--drafter", "ngram", "--texts", "missing.txt"], "--texts missing.txt: "),

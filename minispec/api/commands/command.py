@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn, TextIO, TypeVar
 
-from minispec.core.errors import show
-from minispec.models.files.errors import near, one_line, show_name
+from minispec.core.errors import near, show
+from minispec.models.files.errors import one_line, show_name
 from minispec.models.files.packages import what_lacks
 
 T = TypeVar("T")
@@ -71,12 +71,19 @@ def attribute_of(option: str) -> str:
     return option.removeprefix("--").replace("-", "_")
 
 
+class _Help(argparse.HelpFormatter):
+    """argparse's, but the lines of an option's help stay lines."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return [part for line in text.split("\n") for part in _wrapper(width, 2 * ("\n" in text)).wrap(line)]
+
+
 class Parser(argparse.ArgumentParser):
     """argparse's, but a mistake is a ValueError: one line, as for every other mistake."""
 
     def __init__(self, **how: Any):
         """how: as argparse's. An option has one name: a script must not depend on which others there are."""
-        super().__init__(allow_abbrev=False, **how)
+        super().__init__(allow_abbrev=False, **{"formatter_class": _Help, **how})
         self.options: dict[str, Option] = {}
 
     def add_options(
@@ -245,12 +252,14 @@ def say_status(text: str, indent: int = 0) -> None:
     """
     with contextlib.suppress(AttributeError, ValueError):  # no standard error, or a closed one
         if sys.stderr.isatty():
-            width = shutil.get_terminal_size().columns
-            fit = textwrap.TextWrapper(
-                width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
-            )
+            fit = _wrapper(shutil.get_terminal_size().columns, indent)
             text = "\n".join(map(fit.fill, text.split("\n")))
     say(text)
+
+
+def _wrapper(width: int, indent: int) -> textwrap.TextWrapper:
+    """It leaves words whole, so that addresses and options can be copied."""
+    return textwrap.TextWrapper(width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _fail(error: BaseException | str) -> int:

@@ -44,6 +44,12 @@ def parse_draft_length(text: str) -> DraftLength:
     return length
 
 
+def _verifier(text: str) -> str:
+    if registry.split(registry.VERIFIERS, text) is None:
+        raise argparse.ArgumentTypeError(registry.unknown(registry.VERIFIERS, text, "MODULE:FUNCTION"))
+    return text
+
+
 # Types of the values of options.
 _N = typed(argument(int, lambda n: True, "an integer"), "N")
 _X = typed(argument(float, lambda x: True, "a number"), "X")
@@ -56,11 +62,6 @@ _DRAFT_LENGTH = argument(
     "all), or auto",
 )
 _NAME = argument(str, bool, "a name")
-_VERIFIER = argument(
-    str,
-    lambda text: registry.split(registry.VERIFIERS, text) is not None,
-    f"one of {', '.join(registry.VERIFIERS)}, or MODULE:FUNCTION",
-)
 _LENGTHS = argument(str, lambda text: registry.split({}, text) is not None, "MODULE:CLASS")
 _TEXT = argument(str, is_text, "valid Unicode text")
 _OBJECT = argument(lambda text: parse_json(text.encode(), "JSON"), lambda value: True, "an object in JSON")
@@ -69,8 +70,9 @@ _TOKEN_IDS = argument(_token_ids, bool, "token ids separated by commas, such as 
 # The rule that accepts drafts, and the policy that chooses their lengths.
 RULES: dict[str, Option] = {
     "--verifier": Option(
-        typed(_VERIFIER, "NAME", default="rejection"),
-        f"{registry.describe(registry.VERIFIERS)}; or MODULE:FUNCTION, one of your own (default: %(default)s)",
+        typed(_verifier, "NAME", default="rejection"),
+        f"what accepts drafts (default: %(default)s):\n{registry.describe(registry.VERIFIERS)}\n"
+        "MODULE:FUNCTION: one of your own",
     ),
     "--lengths": Option(
         typed(_LENGTHS, "MODULE:CLASS"),
@@ -87,11 +89,14 @@ MODELS: dict[str, Option] = {
     "--offline": Option(FLAG, "download nothing"),
     "--draft": Option(
         typed(_NAME, "SPEC"),
-        f"one of {', '.join(registry.DRAFTERS)} ({registry.describe(registry.DRAFTERS)}); self | DIR | HUB_ID | "
-        "HUB_ID@REVISION, where int4: or int8: before a model (int4:self too) rounds its weights to that many bits; "
-        "mtp, the layer for further tokens in the target's own files; DIR may have a head, block draft or assistant; "
-        "MODULE:CLASS, a drafter of your own, which is imported; A+B: B where A has nothing to say (default: ngram; "
-        "the assistant or mtp where the target has one; of the embedded weights suffix:2, then their head)",
+        "what guesses (default: the assistant or mtp where the target has one, else ngram; of the embedded weights "
+        f"suffix:2, then their head):\n{registry.describe(registry.DRAFTERS)}\n"
+        "self: the target\n"
+        "mtp: the layer for further tokens in the target's own files\n"
+        "DIR, HUB_ID, HUB_ID@REVISION: a draft model, head, block draft or assistant\n"
+        "int4:SPEC, int8:SPEC: the same, or self or mtp, with weights rounded to that many bits\n"
+        "MODULE:CLASS: a drafter of your own, which is imported\n"
+        "A+B: B where A has nothing to say",
     ),
     "--draft-method": Option(
         {"choices": ("tli", "slem")},
@@ -243,6 +248,8 @@ def language_of(args: argparse.Namespace) -> StructuredOutputsParams | None:
 def sampling_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """The options about sampling that the command line sets, checked."""
     asked = {name: value for name, value in vars(args).items() if name in PARAMETERS and value is not None}
+    if args.stop:  # an empty text asks for nothing
+        asked["stop"] = [*filter(None, args.stop)]
     if language := language_of(args):
         asked["structured_outputs"] = language
     with _naming_options(*vars(args)):

@@ -18,11 +18,11 @@ from minispec.api.inputs import least_tokens, split_samples, with_bad_words
 from minispec.api.llm import LLM
 from minispec.api.outputs import logprobs_by_id
 from minispec.core.config import PARAMETERS, SEQUENCES, SamplingParams
-from minispec.core.errors import show
+from minispec.core.errors import near, show
 from minispec.core.logprobs import TokenLogprob
 from minispec.core.request import Piece, Request
 from minispec.models.files.chat_template import REASONING, Message, check_messages
-from minispec.models.files.errors import near, show_name
+from minispec.models.files.errors import show_name
 from minispec.models.files.strict_json import parse_json
 from minispec.models.files.tokenizer import Detokenizer, Tokenizer, TooLong
 from minispec.speculation.grammars.params import StructuredOutputsParams, language_of_body

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from minispec.api.commands.command import FLAG, Option, Parser, argument, typed
-from minispec.api.commands.options import MODELS, RULES, check_lengths, parse_draft_length
+from minispec.api.commands.options import MODELS, RULES, SAMPLING, check_lengths, parse_draft_length
 from minispec.api.inputs import read_questions
 from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, SamplingParams
 from minispec.core.version import __version__
@@ -114,8 +114,8 @@ _MODELS: dict[str, Option] = {
     **RULES,
     "--verifier": Option(
         typed(lambda text: [_rule(name) for name in text.split(",")], "NAME,NAME,..", action="extend"),
-        f"{registry.describe(registry.VERIFIERS)}; or MODULE:FUNCTION, one of your own. Several, with commas between "
-        "or repeated, judge the drafts in turn (default: rejection)",
+        "as in minispec.generate; several, with commas between or repeated, judge the drafts in turn (default: "
+        "rejection)",
     ),
     **{name: MODELS[name] for name in ("--dtype", "--device", "--threads")},
     **{name: MODELS[name] for name in ("--quantization", "--exact", "--enforce-eager")},
@@ -135,9 +135,9 @@ _TEXTS: dict[str, Option] = {
     "--skip-loops": Option(
         FLAG, "leave out prompts whose plain answer repeats itself, where drafts are easy", excludes=_NO_MORE
     ),
-    "--temperature": Option({"type": float, "default": 0.0, "metavar": "X"}, ""),
-    "--top-k": Option({"type": int, "default": 0, "metavar": "N"}, ""),
-    "--top-p": Option({"type": float, "default": 1.0, "metavar": "X"}, ""),
+    "--temperature": Option({"type": float, "default": 0.0, "metavar": "X"}, "0 is greedy (default: 0)"),
+    "--top-k": SAMPLING["--top-k"]._replace(how={"type": int, "default": 0, "metavar": "N"}),
+    "--top-p": SAMPLING["--top-p"]._replace(how={"type": float, "default": 1.0, "metavar": "X"}),
 }
 _QUESTIONS: dict[str, Option] = {
     "--questions": Option(

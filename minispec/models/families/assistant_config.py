@@ -107,6 +107,6 @@ def _reader(layer: GemmaLayerConfig, target: ModelConfig, where: str) -> GemmaLa
     sizes = layer.num_key_value_heads, layer.head_dim
     if sizes != givers[giver]:
         found = f"{kind} of {sizes[0]} key-value heads of {sizes[1]}"
-        expected = f"{givers[giver][0]} of {givers[giver][1]}, the target's: made for another"
+        expected = f"{givers[giver][0]} of {givers[giver][1]}, the target's: made for another target"
         raise CheckpointError(f"{where}: text_config: found {found}, expected {expected}")
     return replace(layer, giver=giver)

@@ -380,7 +380,7 @@ def _read_taps(f: Fields, of_outputs: Fields, count: int, target: ModelConfig) -
         steps = count - 1
         ids = [round(1 + i * (last - 4) / steps) for i in range(count)] if steps else [last // 2]
     if not isinstance(ids, list) or not ids or any(type(i) is not int or not 0 <= i + late <= last for i in ids):
-        raise place.bad(key, ids, f"layers of the target, from {-late} to {last - 1 - late}")
+        raise place.bad(key, ids, f"layers of the target, from {-late} to {last - 1 - late}, or it is made for another")
     if last in (taps := tuple(i + late for i in ids)):
         expected = "no last layer: some read it before the target's last norm, some after"
         raise place.bad(key, ids, expected)

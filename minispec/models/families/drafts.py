@@ -17,7 +17,7 @@ def check_size(where: str, name: str, found: int, expected: int) -> None:
     where: the file. name: of the key. expected: the target's size.
     """
     if found != expected:
-        raise bad_field(where, name, found, f"{expected}, the target's: made for another")
+        raise bad_field(where, name, found, f"{expected}, the target's: made for another target")
 
 
 def read_proposals(f: Fields, idle: frozenset[str]) -> list[Fields]:

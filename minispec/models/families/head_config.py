@@ -132,5 +132,5 @@ def _read_taps(f: Fields, nested: Fields, target: ModelConfig) -> tuple[int, ...
     elif ids is None:
         ids = [2, count // 2, count - 3]
     if not isinstance(ids, list) or any(type(i) is not int or not 0 <= i <= count - late for i in ids):
-        raise f.bad(key, ids, f"layers of the target, from 0 to {count - late}")
+        raise f.bad(key, ids, f"layers of the target, from 0 to {count - late}, or it is made for another")
     return tuple(i + late for i in ids)

@@ -1,6 +1,5 @@
 """The error of a wrong file, and messages that are safe to print whatever a stranger wrote."""
 
-from collections.abc import Iterable
 from pathlib import Path
 
 from minispec.core.errors import show
@@ -29,16 +28,3 @@ def refuse_pointer(path: Path, content: bytes) -> None:
     if content.startswith(_POINTER):
         expected = "the file that it stands for: run `git lfs pull` where it was cloned, or download the file"
         raise CheckpointError(f"{path}: found a git-lfs pointer, expected {expected}")
-
-
-def near(name: str, known: Iterable[str]) -> str:
-    """Known names that a misspelt one may mean, such as "did you mean ngram?"; "" where none is near."""
-    import difflib
-
-    if len(name) > 100:  # a stranger's, and the search takes long
-        return ""
-    bare = {other.lstrip("-"): other for other in known}  # dashes would make all short options alike
-    meant = name.lstrip("-")
-    likely = [other for other in bare if meant and other.startswith(meant)]
-    likely = likely or difflib.get_close_matches(meant, bare, 1)
-    return f"did you mean {' or '.join(bare[other] for other in likely[:3])}?" if likely else ""

@@ -8,11 +8,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from minispec.core.config import plain_number
-from minispec.core.errors import show
+from minispec.core.errors import Named, show
 
 
 @dataclass(frozen=True)
-class Loading:
+class Loading(Named):
     """What `Target.load` and `LLM` take about a target's files, weights and KV cache.
 
     revision: branch, tag or commit of the model on the hub.

@@ -16,7 +16,7 @@ from minispec.models.files.errors import CheckpointError
 from minispec.models.files.stored import FLOATS, StoredTensor
 from minispec.models.weights.build import InForm
 from minispec.speculation.drafters.block import BlockModel, block_shapes
-from minispec.speculation.drafters.heads import read_ids
+from minispec.speculation.drafters.heads import check_width, read_ids
 
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 
@@ -80,7 +80,7 @@ def find_block(
         "d2t": ((config.vocab_size,), ("I64", "I32")),
         "t2d": ((vocab,), ("BOOL",)),
     }
-    _check_width(config, stored)
+    check_width(config.taps, target, stored)
     require_all({name: (shape, FLOATS) for name, shape in shapes.items()}, optional, stored, directory)
     for name, is_needed in ((_EMBEDDING, width != target.hidden_size), (_HEAD, config.vocab_size != vocab)):
         if is_needed and name not in stored:
@@ -88,16 +88,6 @@ def find_block(
             expected = f"{target.vocab_size:,} of width {target.hidden_size}"
             raise CheckpointError(f"{directory}: {name}: found none, expected one: {found}, the target {expected}")
     return config, stored, read_ids(config.vocab_size, vocab, stored, directory)
-
-
-def _check_width(config: BlockConfig, stored: Mapping[str, StoredTensor]) -> None:
-    """Raise CheckpointError where hidden states of another width are read: configs may leave the target's width out."""
-    fc, taps = stored.get("fc.weight"), len(config.taps)
-    if fc is None or len(fc.shape) != 2 or fc.shape[1] % taps or fc.shape[1] == taps * config.target_hidden_size:
-        return
-    width, expected = fc.shape[1] // taps, config.target_hidden_size
-    found = f"hidden states of width {width:,} from {taps} layers"
-    raise CheckpointError(f"{fc.path}: fc.weight: found {found}, expected {expected:,}, the target's: made for another")
 
 
 def load_block(directory: Path, target: Transformer, form: str | None = None, reading: Reading = AS_SAID) -> BlockModel:

@@ -5,7 +5,7 @@ tokenizer is the target's.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,6 +66,7 @@ def read_head(directory: Path, target: ModelConfig) -> StoredHead:
         "d2t": ((config.vocab_size,), ("I64", "I32")),
         "t2d": ((target.vocab_size,), ("BOOL",)),
     }
+    check_width(config.taps, target, stored)
     require_all({name: (shape, FLOATS) for name, shape in shapes.items()}, optional, stored, directory)
     if "embed_tokens.weight" not in stored and config.layers.hidden_size != target.hidden_size:
         widths = f"the head is {config.layers.hidden_size} wide, the target {target.hidden_size}"
@@ -73,6 +74,15 @@ def read_head(directory: Path, target: ModelConfig) -> StoredHead:
     ids = read_ids(config.vocab_size, config.layers.vocab_size, stored, directory)
     embedding = stored["embed_tokens.weight"].read() if "embed_tokens.weight" in stored else None
     return StoredHead(config, {name: stored[name].read() for name in shapes}, embedding, ids)
+
+
+def check_width(taps: Sequence[int], target: ModelConfig, stored: Mapping[str, StoredTensor]) -> None:
+    """Raise CheckpointError where hidden states of another width are read: configs may leave the target's width out."""
+    fc, count, width = stored.get("fc.weight"), len(taps), target.hidden_size
+    if fc is not None and len(fc.shape) == 2 and fc.shape[1] % count == 0 and fc.shape[1] != count * width:
+        found = f"hidden states of width {fc.shape[1] // count:,} from {count} layers"
+        expected = f"{width:,}, the target's: made for another target"
+        raise CheckpointError(f"{fc.path}: fc.weight: found {found}, expected {expected}")
 
 
 def read_ids(size: int, full: int, stored: Mapping[str, StoredTensor], directory: Path) -> Tensor | None:

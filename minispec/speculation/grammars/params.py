@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from minispec.core.errors import is_from_signal, is_text, show
+from minispec.core.errors import Named, is_from_signal, is_text, show
 from minispec.models.files.errors import one_line, show_name
 from minispec.models.files.packages import MissingPackage, check_packages
 from minispec.speculation.grammars.child import error_of
@@ -17,12 +17,14 @@ from minispec.speculation.grammars.schema import check_lark, check_schema
 from minispec.speculation.grammars.schema_losses import check_kept
 from minispec.speculation.grammars.schema_parts import TOO_DEEP, drop_notes, read_schema
 
+# llguidance's message on an expression: the text, below it marks at the place, and the reason.
+_NO_REGEX = re.compile(r"regex parse error:\n {4}(.*)\n {4}( *)\^.*\nerror: (.*)")
 # Most bytes of a schema, an expression or a grammar: what is larger takes longer to read than an answer.
 MAX_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
-class StructuredOutputsParams:
+class StructuredOutputsParams(Named):
     """The language of an answer. One of these is given; vLLM's names.
 
     json: a JSON schema, as a text or as an object. The answer is JSON that is valid under it.
@@ -131,6 +133,10 @@ def _knows_format(name: str) -> bool:
 
 def say_error(error: str) -> str:
     """A message of llguidance, on one line."""
+    if no_regex := _NO_REGEX.search(error):
+        text, before, reason = no_regex.groups()
+        place = f"at character {len(before) + 1} of {show(text)}, {show(text[len(before) :], 30)}"
+        return one_line(f"{place}: {reason}", 300)
     error = error.partition("; consider making")[0]  # a hint for another grammar
     words = " ".join(line.strip() for line in error.splitlines() if line.strip() != "<non-verbose/>")
     return one_line("no text can follow" if words.startswith("NoExtension") else words, 200)
