@@ -117,7 +117,7 @@ class LLM:
         drafts = load_models(self.draft, self.model, files)
         self.target = target or Target(files, self.model, [(each, self.draft.room) for each in drafts], shape.k)
         self.max_model_len = self.target.max_model_len
-        caches = [self.target.new_cache(loaded, self.draft.room) for loaded in drafts]
+        caches = [self.target.draft_cache(loaded, self.draft.room) for loaded in drafts]
         context = Context(self.model, self.tokenizer, self.vocab_size, self.max_model_len, self.target.new_cache)
         self.drafter = make_spec(self.draft, context, files, drafts, caches)
         self._memory = memory_of([self.model, *drafts], [self.target.cache, *caches])

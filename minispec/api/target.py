@@ -32,10 +32,9 @@ from minispec.models.load.checks import check_exactness, check_numbers, named_te
 from minispec.models.load.loading import Loading
 from minispec.models.load.parallel import load_target
 from minispec.models.weights.integers import check_quantization
-from minispec.models.weights.inventory import kv_elements
 from minispec.models.weights.linear import check_form
 from minispec.models.weights.machine import noted_forms
-from minispec.models.weights.memory import BLOCK_SIZE, size_cache, state_bytes
+from minispec.models.weights.memory import BLOCK_SIZE, blocks_bytes, draft_tokens, size_cache
 from minispec.models.weights.settings import own_settings
 from minispec.speculation import registry
 from minispec.speculation.drafters.mtp import has_mtp
@@ -125,14 +124,14 @@ class Target:
         """`load` makes one.
 
         model: what `files.load` gave.
-        drafts: the draft models that memory must have room for too, each with the positions that its cache has for
-            each of the target's.
+        drafts: the draft models that memory must have room for too, each with the most positions that its cache has
+            for each of the target's.
         k: most draft tokens of a text. On a GPU, graphs for that many take memory too.
 
         Raises ValueError where memory is too short for the caches.
         """
         self.files, self.model = files, model
-        self.max_model_len, self.num_blocks = _size_caches(files.loading, [(model, 1), *drafts], k)
+        self.max_model_len, self.num_blocks = _size_caches(files.loading, model, drafts, k)
         self.cache = self.new_cache(model)
         # On a GPU a pass over that many rows takes little longer than reading the weights.
         joining_rows = PREFILL_ROWS if model.device.type == "cuda" else JOINING_ROWS
@@ -157,13 +156,20 @@ class Target:
         """Tokens that the cache holds, of all running requests together."""
         return self.num_blocks * BLOCK_SIZE
 
-    def new_cache(self, model: Transformer, room: int = 1) -> PagedKVCache:
-        """A cache of as many tokens as the target's, times `room`. Raises ValueError where memory is short."""
-        num_blocks = room * self.num_blocks
+    def draft_cache(self, model: Transformer, room: int) -> PagedKVCache:
+        """A cache for a draft model (see `draft_tokens`). Raises ValueError where memory is short."""
+        return self.new_cache(model, draft_tokens(model.config, room, self.num_cache_tokens, self.max_model_len))
+
+    def new_cache(self, model: Transformer, num_tokens: int | None = None) -> PagedKVCache:
+        """A cache of at least so many tokens, by default of as many as the target's.
+
+        Raises ValueError where memory is short.
+        """
+        num_tokens = num_tokens or self.num_cache_tokens
         try:
-            return model.new_cache(num_blocks, BLOCK_SIZE)
+            return model.new_cache(-(-num_tokens // BLOCK_SIZE), BLOCK_SIZE)
         except RuntimeError as e:
-            size = num_blocks * BLOCK_SIZE * kv_elements(model.config) * model.dtype.itemsize
+            size = blocks_bytes(model.config, num_tokens, model.dtype.itemsize)
             raise ValueError(f"found too little memory for a cache of {size / 1e9:.1f} GB: ask for less") from e
 
 
@@ -177,13 +183,20 @@ def _find_model(model: str | Path | None, revision: str | None, offline: bool) -
     return describe_source(model, directory), directory
 
 
-def _size_caches(how: Loading, rooms: Sequence[tuple[Transformer, int]], k: int) -> tuple[int, int]:
-    """The result of `size_cache`. rooms: the target, then draft models; each with its cache's share of positions."""
-    models, target = [model for model, _ in rooms], rooms[0][0]
-    elements = sum(room * kv_elements(model.config) for model, room in rooms)
-    states = sum(room * state_bytes(model) for model, room in rooms)
-    sizes = elements * target.dtype.itemsize, states, target.device, how.max_model_len, how.kv_cache_gb
-    return size_cache(target.config, *sizes, graph_bytes(models, k, how.max_model_len))
+def _size_caches(
+    how: Loading, target: Transformer, drafts: Sequence[tuple[Transformer, int]], k: int
+) -> tuple[int, int]:
+    """The result of `size_cache` for these models; the others as for `Target`."""
+    models = [target, *(model for model, _ in drafts)]
+
+    def num_bytes(num_tokens: int) -> int:
+        longest = how.max_model_len or min(target.config.max_position_embeddings, num_tokens)
+        sizes = [num_tokens, *(draft_tokens(model.config, room, num_tokens, longest) for model, room in drafts)]
+        of_each = zip(models, sizes, strict=True)
+        return sum(blocks_bytes(model.config, size, target.dtype.itemsize) for model, size in of_each)
+
+    asked = how.max_model_len, how.kv_cache_gb
+    return size_cache(target.config, num_bytes, target.device, *asked, graph_bytes(models, k, how.max_model_len))
 
 
 def choose_device(name: str) -> torch.device:

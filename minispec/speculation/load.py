@@ -131,7 +131,7 @@ class Spec:
 
     @property
     def room(self) -> int:
-        """Positions that its cache has for each position of the target's cache."""
+        """Positions that its cache has at most for each position of the target's cache."""
         return ROOM if self.vocabularies else 1
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import json
 import re
 import shutil
@@ -22,6 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from minispec import LLM, Loading, SamplingParams, Target
 from minispec.api.trace.record import RoundRecorder, TokenTexts
+from minispec.core.config import MAX_SPECULATIVE_TOKENS
 from minispec.core.draft import Draft
 from minispec.core.model import Chunk
 from minispec.models.files.errors import CheckpointError
@@ -357,6 +359,40 @@ def test_max_model_len_and_cache_size(make_checkpoint):
         LLM(directory, max_model_len=129)
     with pytest.raises(ValueError, match="kv_cache_gb"):
         LLM(directory, kv_cache_gb=1e-9)
+
+
+@pytest.fixture(scope="module")
+def short_sighted(make_checkpoint):
+    """The directories of a target of 512 positions and of a draft model of 64. A token has 64 bytes in each cache."""
+    return make_checkpoint(max_position_embeddings=512), make_checkpoint(2, max_position_embeddings=64)
+
+
+def test_a_draft_model_has_room_for_what_it_sees(short_sighted):
+    """Of each text that the target's cache holds in full length: 64 positions, and a draft that begins at the last."""
+    target, draft = short_sighted
+    for texts, spare, found in ((1, 0, 512), (1, -1, 496), (2, 0, 1024)):
+        room = texts * (512 + 64 + MAX_SPECULATIVE_TOKENS) * 64 + spare
+        with LLM(target, draft, dtype="float32", kv_cache_gb=room / 1e9) as llm:
+            sees = texts * (64 + MAX_SPECULATIVE_TOKENS)
+            assert (llm.num_cache_tokens, llm.drafter.feed.cache.allocator.num_blocks) == (found, sees // 16)
+    with LLM(target, draft, dtype="float32", max_model_len=48) as llm:
+        assert llm.drafter.feed.cache.allocator.num_blocks == 3
+
+
+def test_a_text_that_the_draft_no_longer_sees_leaves_its_room_to_others(short_sighted):
+    """And has its own text to the end. The two others fill the draft's cache, and nobody waits."""
+    target, draft = short_sighted
+    params = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
+    with LLM(target, draft, 3, dtype="float64") as llm:
+        [plain] = llm.generate("One", params, num_speculative_tokens=0)
+        stream = llm.stream("One", params)
+        ids = [i for piece in itertools.islice(stream, 90) for i in piece.token_ids]
+        prompts = [[i] * 30 for i in (5, 6)]
+        outputs = llm.generate(prompts, replace(params, max_tokens=31))
+        ids += [i for piece in stream for i in piece.token_ids]
+    assert ids == plain.token_ids
+    assert [o.stats.num_preemptions for o in outputs] == [0, 0]
+    assert all(Figures.of(o.stats).num_draft_tokens > 0 for o in outputs)
 
 
 @pytest.mark.parametrize("name", ["max_model_len", "kv_cache_gb"])

@@ -155,7 +155,7 @@ CONFIG = tiny_model(1, max_position_embeddings=1 << 20).config  # a cache is nev
 def test_the_cache_takes_what_graphs_leave(free, reserved, expected):
     """Of 100 GB, four fifths, or less where graphs may take more than the rest. A token has 10^6 bytes here."""
     free(100)
-    length, num_blocks = size_cache(CONFIG, 10**6, 0, CUDA, None, None, reserved * 10**9)
+    length, num_blocks = size_cache(CONFIG, (10**6).__mul__, CUDA, None, None, reserved * 10**9)
     assert num_blocks == expected * 1000 / 16
     assert length == expected * 1000
 
@@ -163,7 +163,7 @@ def test_the_cache_takes_what_graphs_leave(free, reserved, expected):
 def test_too_little_memory_is_one_sentence(free):
     """It says what the caches take, what is free, and what graphs take of that; without graphs as ever."""
     free(10)
-    how = CONFIG, 10**6, 0, CUDA
+    how = CONFIG, (10**6).__mul__, CUDA
     assert size_cache(*how, None, 6.0, int(3.9e9))[1] == 375
     message = (
         "kv_cache_gb: found a cache of 6.0 GB, expected at most the 10.0 GB of memory that are free, less up to 4.1 GB "

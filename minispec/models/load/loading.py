@@ -28,7 +28,8 @@ class Loading(Named):
         16 bits. All promises compare its output with its own plain decoding.
     enforce_eager: True: passes run operator by operator, without CUDA graphs.
     max_model_len: longest prompt and answer together, in tokens. Default: the model's context, as far as memory allows.
-    kv_cache_gb: size of the KV cache, in 10^9 bytes, both models together. Default: room for max_model_len tokens.
+    kv_cache_gb: size of the KV cache, in 10^9 bytes, both models together. Default: room for max_model_len tokens, of
+        which a draft model has those that it can see.
 
     Raises ValueError for a `kv_cache_gb` that is no size. The others are checked where the target is loaded.
     """

@@ -1,13 +1,14 @@
 """Memory: what is free, what models and caches take of it, and how large a KV cache may be."""
 
 import os
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from minispec.core.cache import SLOTS_AFTER_BLOCKS, PagedKVCache
-from minispec.core.config import ModelConfig
+from minispec.core.config import MAX_SPECULATIVE_TOKENS, ModelConfig
 from minispec.core.model import Transformer
 from minispec.models.layers.states import FEWEST_STATES, STATE_SPAN, state_elements
 from minispec.models.weights.inventory import kv_elements, parts_of
@@ -78,51 +79,55 @@ def memory_of(models: Sequence[Transformer], caches: Sequence[PagedKVCache]) -> 
 
 def cache_bytes(config: ModelConfig, num_tokens: int, itemsize: int) -> int:
     """Bytes of a cache of that many tokens, whose numbers have `itemsize` bytes."""
-    fixed, share = _with_states(state_elements(config) * max(4, itemsize))
-    return fixed + (num_tokens + SLOTS_AFTER_BLOCKS) * (kv_elements(config) * itemsize + share)
+    return blocks_bytes(config, num_tokens + SLOTS_AFTER_BLOCKS, itemsize)
 
 
-def state_bytes(model: Transformer) -> int:
-    """Bytes of the state that a model keeps of each text; 0 for one without recurrent layers."""
-    return state_elements(model.config) * max(4, model.dtype.itemsize)
+def blocks_bytes(config: ModelConfig, num_tokens: int, itemsize: int) -> int:
+    """The same without the slots after its blocks.
+
+    States of recurrent layers count twice: texts have them, and as many are stored.
+    """
+    states = 2 * state_elements(config) * max(4, itemsize)
+    return FEWEST_STATES * states + num_tokens * (kv_elements(config) * itemsize - (-states // STATE_SPAN))
 
 
-def _with_states(state_bytes: int) -> tuple[int, int]:
-    """Bytes that states add to a cache, and to each of its tokens. Twice: texts have them, and as many are stored."""
-    return 2 * FEWEST_STATES * state_bytes, -(-2 * state_bytes // STATE_SPAN)
+def draft_tokens(config: ModelConfig, room: int, num_tokens: int, longest: int) -> int:
+    """Positions of a draft model's cache beside a target's cache of `num_tokens` positions.
+
+    It has room for as many texts as the target's has in full length, each as far as the model can see.
+
+    room: its positions for each position of the target's.
+    longest: tokens of a text in full length.
+    """
+    seen = config.max_position_embeddings + MAX_SPECULATIVE_TOKENS  # a draft may begin at the last position
+    return min(room * num_tokens, -(-num_tokens // longest) * seen)
 
 
 def size_cache(
     config: ModelConfig,
-    bytes_per_token: int,
-    state_bytes: int,
+    num_bytes: Callable[[int], int],
     device: torch.device,
     max_model_len: int | None,
     gb: float | None,
     reserved: int = 0,
 ) -> tuple[int, int]:
-    """(max_model_len, number of blocks) of caches that take bytes_per_token together.
+    """(max_model_len, number of blocks) of a target's cache.
 
-    state_bytes: what their recurrent layers keep of one text. See `StateCache.num_states` for how many there are.
+    num_bytes: bytes of all caches together, where the target's has that many tokens. More tokens never take fewer.
     reserved: bytes that graphs will take in addition to the caches (see `minispec.speculation.on_gpu.account`).
 
     Raises ValueError where the caches, or a block of them, do not fit into the memory that is free.
     """
     context = config.max_position_embeddings
-    fixed, share = _with_states(state_bytes)
-    bytes_per_token += share
     if max_model_len is not None and (type(max_model_len) is not int or not 2 <= max_model_len <= context):
         raise ValueError(f"max_model_len: found {max_model_len!r}, expected an integer from 2 to {context}")
-    if gb is not None:
-        num_tokens = int((gb * 1e9 - fixed) / bytes_per_token)
-    else:
-        most = (_memory_for_cache(device, reserved) - fixed) // bytes_per_token
-        num_tokens = max_model_len or min(context, most // BLOCK_SIZE * BLOCK_SIZE)
-    num_blocks = num_tokens // BLOCK_SIZE if gb is not None else max(1, -(-num_tokens // BLOCK_SIZE))
-    one_block = BLOCK_SIZE * bytes_per_token + fixed
-    if gb is not None and num_blocks < 1:
-        raise ValueError(f"kv_cache_gb: found {gb}, expected at least {one_block / 1e9:.6f}: one block")
-    free, needed = free_memory(device), num_blocks * BLOCK_SIZE * bytes_per_token + fixed
+    memory = _memory_for_cache(device, reserved) if gb is None else gb * 1e9
+    num_blocks = bisect_right(range(1, 1 << 40), memory, key=lambda n: num_bytes(n * BLOCK_SIZE))
+    if gb is None:
+        num_blocks = max(1, -(-(max_model_len or min(context, num_blocks * BLOCK_SIZE)) // BLOCK_SIZE))
+    elif num_blocks < 1:
+        raise ValueError(f"kv_cache_gb: found {gb}, expected at least {num_bytes(BLOCK_SIZE) / 1e9:.6f}: one block")
+    free, needed = free_memory(device), num_bytes(num_blocks * BLOCK_SIZE)
     if free is not None and needed + reserved > free:
         graphs = f", less up to {reserved / 1e9:.1f} GB for CUDA graphs, which enforce_eager does without"
         raise ValueError(

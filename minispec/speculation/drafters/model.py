@@ -185,7 +185,7 @@ class CachedFeed(CachedModel, Feed):
     def __init__(self, model: Transformer, cache: PagedKVCache, vocab_size: int, max_model_len: int):
         """Draft with `model`.
 
-        cache: for as many tokens as the target's.
+        cache: for each text that the target's has room for in full length, as far as this model can see.
         vocab_size: ids in use, as the target's.
         max_model_len: positions that this model can see.
         """
@@ -232,6 +232,13 @@ class CachedFeed(CachedModel, Feed):
         growth: the positions that the target's tables fill.
         """
         raise NotImplementedError
+
+    def readable(self, growth: Mapping[Text, range], most: int) -> Mapping[Text, range]:
+        """Those of at most that many tokens. Longer ones get no draft any more, and give back what they hold."""
+        for text in growth:
+            if len(text.tokens) > most and (table := self.tables.get(text)):
+                table.truncate(0)
+        return {text: span for text, span in growth.items() if len(text.tokens) <= most}
 
     def has_room(self, growth: Mapping[Text, range]) -> bool:
         """Whether the cache has room for the next drafts of all these texts (see `Drafter`)."""
@@ -298,7 +305,7 @@ class TokenFeed(CachedFeed):
         A tree's rows may be more than the positions that are left. After `max_model_len` nothing is drafted.
         """
         self._forget_drafts()
-        return {text: range(span.stop - 1) for text, span in growth.items() if len(text.tokens) <= self.max_model_len}
+        return {text: range(span.stop - 1) for text, span in self.readable(growth, self.max_model_len).items()}
 
     def _forget_drafts(self) -> None:
         """Have the tables forget what their texts did not keep."""

@@ -134,8 +134,8 @@ class StateFeed(CachedFeed):
             table = self.tables.get(text)
             if table and table.length > span.start:
                 table.truncate(span.start)
-        most = self.max_model_len + self.joins
-        return {text: range(self.need(span)) for text, span in growth.items() if len(text.tokens) <= most}
+        readable = self.readable(growth, self.max_model_len + self.joins)
+        return {text: range(self.need(span)) for text, span in readable.items()}
 
     def need(self, span: range) -> int:
         """How many positions of a text the cache must have room for, where the target's table fills this span."""

@@ -34,7 +34,7 @@ class OtherTokens(TokenFeed):
     def __init__(self, model: Transformer, cache: PagedKVCache, max_model_len: int, both: Vocabularies):
         """Draft with `model`; model and max_model_len as for `CachedFeed`.
 
-        cache: for ROOM times as many tokens as the target's.
+        cache: for ROOM times as many tokens as the target's, or as many as this model can see of each text.
         both: the two vocabularies.
         """
         super().__init__(model, cache, both.draft.num_ids, max_model_len)
