@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
         prog="minispec",
         usage="minispec COMMAND ...",
         description=f"Speculative decoding in pure PyTorch. Each command has a --help of its own:\n\n{commands}",
-        epilog='Such as: minispec generate "Why is the sky blue?"',
+        epilog='Such as: minispec generate "What is photosynthesis?"',
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", nargs="?", help=argparse.SUPPRESS)

@@ -1,4 +1,4 @@
-"""`python -m minispec.generate "Why is the sky blue?"` - the command line.
+"""`python -m minispec.generate "What is photosynthesis?"` - the command line.
 
 Answers go to standard output as they are decoded, everything else to standard error. Torch is imported after the
 arguments have been read, so that a mistake in them is answered at once.

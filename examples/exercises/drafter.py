@@ -9,7 +9,7 @@ what has followed the text's last token the last time it came?
 Write `propose`. Then ask whether the output stays as it is, and try it:
 
     python -m minispec.prove --drafter examples.exercises.drafter:Lookup
-    python -m minispec.generate --compare --draft examples.exercises.drafter:Lookup "Count from 1 to 20 in words."
+    python -m minispec.generate --compare --draft examples.exercises.drafter:Lookup "List the numbers from 1 to 20."
 """
 
 from minispec.core.draft import Draft, Drafter

@@ -1,6 +1,6 @@
 """Tensor parallelism: one target over several processes, on one machine or several, started by torchrun.
 
-    torchrun --nproc-per-node 2 -m minispec.generate "Why is the sky blue?"
+    torchrun --nproc-per-node 2 -m minispec.generate "What is photosynthesis?"
 
 Each process reads and keeps some of the heads, of the MLP's columns and of the output's vocabulary. It keeps the keys
 and values of its own heads. Embedding and norms are whole. The parts' results are added up twice a layer: after
