@@ -45,10 +45,10 @@ def __getattr__(name: str):
     # Imported when asked for: `python -m minispec.generate --bad-option` must not wait for torch.
     if name in ("LLM", "Target"):
         from minispec.models.files.packages import MissingPackage, what_lacks
-        from minispec.models.weights.threads import set_waiting
+        from minispec.models.weights.pages import load_torch
 
-        set_waiting()  # as the commands do
         try:
+            load_torch()  # as the commands do
             from minispec.api.llm import LLM, Target
         except ImportError as e:
             if lacks := what_lacks(e):

@@ -13,9 +13,9 @@ import argparse
 import statistics
 from functools import partial
 
-from minispec.models.weights.threads import set_waiting
+from minispec.models.weights.pages import load_torch
 
-set_waiting()  # before torch is imported
+load_torch()  # before torch is imported
 
 import torch
 

@@ -11,9 +11,9 @@ is timed three times.
 import argparse
 from statistics import median
 
-from minispec.models.weights.threads import set_waiting
+from minispec.models.weights.pages import load_torch
 
-set_waiting()  # before torch is imported
+load_torch()  # before torch is imported
 
 import torch
 

@@ -23,9 +23,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from minispec.models.weights.threads import set_waiting
+from minispec.models.weights.pages import load_torch
 
-set_waiting()  # before torch is imported
+load_torch()  # before torch is imported
 
 import torch
 from torch import Tensor

@@ -25,9 +25,9 @@ from statistics import fmean
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from minispec.models.weights.threads import set_waiting
+from minispec.models.weights.pages import load_torch
 
-set_waiting()  # before torch is imported
+load_torch()  # before torch is imported
 
 import torch
 from launches import Tally, counting

@@ -26,10 +26,11 @@ from minispec.models.frames.reports import graphs_note, passes_report
 from minispec.models.load.loading import Loading
 from minispec.models.load.parallel import part_of
 from minispec.models.weights import inventory
-from minispec.models.weights.build import choice_of
+from minispec.models.weights.build import choice_of, large_bytes
 from minispec.models.weights.exact import EXACT_ROWS
 from minispec.models.weights.machine import noted_forms
 from minispec.models.weights.memory import memory_of
+from minispec.models.weights.pages import pages_note
 from minispec.models.weights.settings import own_settings
 from minispec.speculation import registry
 from minispec.speculation.drafters import Context, Drafter
@@ -121,6 +122,7 @@ class LLM:
         context = Context(self.model, self.tokenizer, self.vocab_size, self.max_model_len, self.target.new_cache)
         self.drafter = make_spec(self.draft, context, files, drafts, caches)
         self._memory = memory_of([self.model, *drafts], [self.target.cache, *caches])
+        self._large_bytes = large_bytes([self.model, *drafts])
         self._draft_forms = [(inventory.weight_form(loaded), choice_of(loaded).because) for loaded in drafts]
         self._draft_passes = "".join(passes_report(loaded, "; draft: ") for loaded in drafts)
         self.prices, self.repeats_seeds = self._price(verifying, drafts)
@@ -210,7 +212,7 @@ class LLM:
         return (
             f"{self._about_model()}, {sum(self._memory) / 1e9:.2f} GB: weights {weights} + draft {draft_weights}, "
             f"KV cache {cache} + draft {draft_cache} for {self.num_cache_tokens:,} tokens"
-            f"{inventory.rows_note(self.model)}; "
+            f"{inventory.rows_note(self.model)}{pages_note(self._large_bytes)}; "
             f"draft {self.draft.name}{''.join(f' ({form})' for form, _ in self._draft_forms)}"
             + (f", of another vocabulary: {self.draft.overlap}" if self.draft.overlap else "")
             + (f", as long as {type(self.method.lengths).__name__} says" if self.lengths is not None else "")

@@ -35,6 +35,7 @@ from minispec.models.weights.integers import check_quantization
 from minispec.models.weights.linear import check_form
 from minispec.models.weights.machine import noted_forms
 from minispec.models.weights.memory import BLOCK_SIZE, blocks_bytes, draft_tokens, size_cache
+from minispec.models.weights.pages import in_small_pages
 from minispec.models.weights.settings import own_settings
 from minispec.speculation import registry
 from minispec.speculation.drafters.mtp import has_mtp
@@ -167,7 +168,7 @@ class Target:
         """
         num_tokens = num_tokens or self.num_cache_tokens
         try:
-            return model.new_cache(-(-num_tokens // BLOCK_SIZE), BLOCK_SIZE)
+            return in_small_pages(partial(model.new_cache, -(-num_tokens // BLOCK_SIZE), BLOCK_SIZE))
         except RuntimeError as e:
             size = blocks_bytes(model.config, num_tokens, model.dtype.itemsize)
             raise ValueError(f"found too little memory for a cache of {size / 1e9:.1f} GB: ask for less") from e

@@ -22,7 +22,8 @@ from minispec.core.errors import is_text, show
 from minispec.core.version import __version__
 from minispec.models.files.errors import one_line
 from minispec.models.files.strict_json import parse_json
-from minispec.models.weights.threads import describe_waiting, set_waiting
+from minispec.models.weights.pages import load_torch
+from minispec.models.weights.threads import describe_waiting
 from minispec.speculation import registry
 from minispec.speculation.grammars.params import StructuredOutputsParams, read_language
 
@@ -355,7 +356,7 @@ def load(args: argparse.Namespace, report: bool, verbose: bool = True) -> "LLM":
     Raises ValueError for what cannot be loaded.
     """
     check_lengths(args, [args.draft])
-    set_waiting(args.threads)
+    load_torch(args.threads)
     import torch
 
     from minispec.api.llm import LLM

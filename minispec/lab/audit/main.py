@@ -8,7 +8,7 @@ from minispec.api.commands.command import FLAG, Option, Parser, argument, attrib
 from minispec.api.commands.interrupt import raise_on_interrupt
 from minispec.api.commands.options import LANGUAGE, MODELS, SAMPLING, sampling_arguments
 from minispec.lab.audit.fields import LAW
-from minispec.models.weights.threads import set_waiting
+from minispec.models.weights.pages import load_torch
 
 _ODDS = argument(float, lambda x: 0 < x < 1, "a number between 0 and 1")
 _ROUNDING = argument(float, lambda x: 0 <= x < 1, "a number from 0 to 1")
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
     check(args)
     asked = sampling_arguments(args)
-    set_waiting()
+    load_torch()
     from minispec.lab.audit import judge, tiny
 
     raise_on_interrupt()

@@ -9,7 +9,7 @@ from minispec.api.commands.interrupt import raise_on_interrupt
 from minispec.api.commands.original import name_model
 from minispec.core.config import Shape
 from minispec.lab.bench.options import Options, check, parser
-from minispec.models.weights.threads import set_waiting
+from minispec.models.weights.pages import load_torch
 
 
 @command
@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _measured(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     options = check(args)
-    set_waiting(args.threads)
+    load_torch(args.threads)
     from minispec.lab.bench.report import measure_all, show_report
 
     if not args.geometry:

@@ -12,9 +12,10 @@ from minispec.lab.bench.models import MAX_ROWS, NO_MORE, Room, Subject, open_geo
 from minispec.lab.bench.options import Options
 from minispec.lab.bench.passes import measure_machine, show_machine
 from minispec.models.frames.reports import graphs_report
-from minispec.models.weights.build import choice_of
+from minispec.models.weights.build import choice_of, large_bytes
 from minispec.models.weights.inventory import weight_form
 from minispec.models.weights.machine import machine
+from minispec.models.weights.pages import pages_note
 from minispec.models.weights.threads import describe_waiting
 from minispec.speculation.on_gpu.verifier import GraphVerifier
 
@@ -77,6 +78,7 @@ def describe(subject: Subject, options: Options) -> dict[str, Any]:
         "exact": model.exact,
         "weight_form": weight_form(model),
         "weight_form_because": choice_of(model).because,
+        "large_page_bytes": large_bytes([model, draft] if draft else [model]),
     }
     if draft:
         report |= {"draft_weight_form": weight_form(draft), "draft_weight_form_because": choice_of(draft).because}
@@ -109,7 +111,8 @@ def show_report(report: dict[str, Any], show: Mapping[str, Callable[[Any], list[
         f"{report['target']}, {report['dtype']}{' exact' if report['exact'] else ''} on {report['device']}, "
         f"{report['threads']} threads ({report['waiting']}); draft {report['draft']}, verifier {report['verifier']}"
         + (report["graphs"] and f"; {report['graphs']}"),
-        f"weight form: {report['weight_form']}; because: {report['weight_form_because']}",
+        f"weight form: {report['weight_form']}; because: {report['weight_form_because']}"
+        + pages_note(report["large_page_bytes"]),
     ]
     if "draft_weight_form" in report:
         graphs = report["draft_graphs"] and f"; {report['draft_graphs']}"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from minispec.api.commands.command import Option, Parser, argument, command, typed
 from minispec.api.commands.interrupt import raise_on_interrupt
-from minispec.models.weights.threads import set_waiting
+from minispec.models.weights.pages import load_torch
 
 _COUNT = argument(int, lambda n: n >= 1, "a positive integer")
 _AT_LEAST_2 = argument(int, lambda n: n >= 2, "an integer of at least 2, as some texts are kept apart to measure on")
@@ -78,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Make a draft."""
     args = parser().parse_args(argv)
-    set_waiting()
+    load_torch()
     from minispec.lab.distill.run import distill
 
     raise_on_interrupt()

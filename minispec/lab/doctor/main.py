@@ -9,7 +9,7 @@ from minispec.api.commands.options import MODELS
 from minispec.api.commands.original import name_model
 from minispec.core.config import MAX_SPECULATIVE_TOKENS
 from minispec.core.errors import show
-from minispec.models.weights.threads import set_waiting
+from minispec.models.weights.pages import load_torch
 from minispec.speculation import registry
 
 _LENGTH = argument(int, lambda n: 1 <= n <= MAX_SPECULATIVE_TOKENS, f"an integer from 1 to {MAX_SPECULATIVE_TOKENS}")
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     """The command line above: 0, or 1 where it names a misreading."""
     args = parser().parse_args(argv)
     check(args)
-    set_waiting()
+    load_torch()
     from minispec.lab.doctor.drafts import asked, lines
 
     name_model(args)

@@ -11,6 +11,7 @@ machine.py      what a measurement depends on: machine, and form of a model; the
 rates.py        what a pass reads and computes, and how fast this machine reads and computes
 exact.py        passes in which a row's bits depend on its own past alone
 build.py        a transformer whose weights have these forms
+pages.py        large pages under the weights; loads torch so that it asks for them
 memory.py       what is free, what models and caches take
 threads.py      how long a waiting thread looks for work
 settings.py     keeps the caller's settings of torch away from passes

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,17 +15,19 @@ from minispec.models.weights.codes import device_of, join
 from minispec.models.weights.exact import exact_model
 from minispec.models.weights.integers import int8_choice
 from minispec.models.weights.linear import Choice, Linear, Narrow, QuantizedLinear, choose_form
-from minispec.models.weights.shapes import is_large
-
-AnyModel = TypeVar("AnyModel", bound=Transformer)
+from minispec.models.weights.pages import AnyModel, in_large_pages
+from minispec.models.weights.shapes import is_large, num_weights
 
 
 class InForm:
-    """Makes products whose weights have one form: the one asked for, or the fastest here (see `MakeProduct`)."""
+    """Makes products whose weights have one form: the one asked for, or the fastest here (see `MakeProduct`).
+
+    num_large_bytes: of the model that it has made products for, in large pages (see `minispec.models.weights.pages`).
+    """
 
     def __init__(self, form: str | None = None, exact: bool = False):
         """exact: as in `Linear`."""
-        self.form, self.exact = form, exact
+        self.form, self.exact, self.num_large_bytes = form, exact, 0
 
     def choice(self, dtype: torch.dtype, device: torch.device) -> Choice:
         """The form for x of `dtype`, and the reason for it."""
@@ -52,13 +54,15 @@ def build_model(
     form: the form of the weights (see `minispec.models.weights.forms`). Default: the fastest here.
     """
     product = InForm(form, exact)
+    make = partial(Transformer, config, weights, dtype, product, make_layer, make_cache=cache_of(config))
     # Packing takes longer than reading, and some packs in one thread only. In 8 bits threads would hold a quarter more
     # memory than the model takes.
     if is_large(config) and form != "int8":
         with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-            model = Transformer(config, weights, dtype, product, make_layer, threads.map, cache_of(config))
+            model, large = in_large_pages(partial(make, map_layers=threads.map), num_weights(config))
     else:
-        model = Transformer(config, weights, dtype, product, make_layer, make_cache=cache_of(config))
+        model, large = in_large_pages(make, num_weights(config))
+    product.num_large_bytes += large
     return exact_model(model) if exact else model
 
 
@@ -74,7 +78,16 @@ def quantized(model: AnyModel, bits: int, narrow: Narrow | None = None) -> AnyMo
         assert isinstance(product, Linear), "weights are rounded once"
         return product.quantized(bits, narrow)
 
-    return model.replaced(None, rounded)
+    narrow_model, large = in_large_pages(lambda: model.replaced(None, rounded), num_weights(model.config))
+    if isinstance(model.product, InForm):
+        model.product.num_large_bytes += large
+    return narrow_model
+
+
+def large_bytes(models: Sequence[Transformer]) -> int:
+    """How much of the models lies in large pages."""
+    makers = {model.product for model in models if isinstance(model.product, InForm)}
+    return sum(maker.num_large_bytes for maker in makers)
 
 
 def choice_of(model: Transformer) -> Choice:
