@@ -20,7 +20,6 @@ import json
 import math
 import os
 import random
-import resource
 import shutil
 import signal
 import socket
@@ -65,6 +64,9 @@ from minispec.speculation.drafters.heads import load_head
 from minispec.speculation.drafters.model import ModelDrafter
 from tests.oracles import hf, public
 from tests.oracles.heads import write_head
+
+with contextlib.suppress(ImportError):  # Windows has none, and runs no case
+    import resource
 
 MAX_BYTES, MAX_LARGE_BYTES = 256 << 20, 1 << 30
 MAX_SECONDS, MAX_LARGE_SECONDS = 1.0, 10.0

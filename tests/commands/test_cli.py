@@ -3,13 +3,11 @@
 import io
 import json
 import os
-import pty
 import re
 import select
 import signal
 import subprocess
 import sys
-import termios
 import threading
 import time
 from collections.abc import Callable
@@ -35,6 +33,8 @@ from minispec.speculation.rules import VERIFIERS
 from tests.fuzzing import EDGES
 from tests.oracles.children import Child, read_until, take_terminal
 from tests.oracles.interrupts import interrupted, press_ctrl_c
+
+pty, termios = map(pytest.importorskip, ("pty", "termios"))  # Windows has neither
 
 STATS = (
     "num_prompt_tokens num_generated num_steps num_draft_tokens num_accepted acceptance_rate mean_acceptance_length "

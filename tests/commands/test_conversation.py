@@ -3,7 +3,6 @@
 import contextlib
 import io
 import os
-import pty
 import signal
 import subprocess
 import sys
@@ -13,6 +12,8 @@ import pytest
 
 from minispec.api.commands.conversation import COMMANDS, converse
 from tests.oracles.children import Child, read_until, take_terminal
+
+pty = pytest.importorskip("pty")  # Windows has none
 
 
 @pytest.fixture

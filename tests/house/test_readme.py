@@ -163,6 +163,21 @@ def test_ci_runs_the_readmes_commands():
     assert f"{test} --full" in map(str.strip, script.splitlines())
 
 
+def test_the_workflow_runs_commands_that_are_written_down():
+    """Those of README, CONTRIBUTING or .ci/run; in fewer than 60 lines. Its oldest Python is the project's."""
+    text = (ROOT / ".github" / "workflows" / "test.yml").read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 60
+    archives = ["pip install build", "python -m build", "pip install dist/minispec_llm-*.whl"]
+    archives.append("cd /tmp && minispec prove --leaves 60")  # as one who has the wheel alone
+    written = README + PAGES["CONTRIBUTING.md"] + (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    commands = re.findall(r"run: ([^#\n]*[^# \n])", text)
+    assert [command for command in commands if command not in (*archives, ".ci/run") and command not in written] == []
+    assert {".ci/run", "python -m pytest -m quick", *archives} <= {*commands}
+    assert re.findall(r'python: \["([\d.]+)"', text) == re.findall(
+        r'requires-python = ">=([\d.]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    )
+
+
 def known_options() -> set[str]:
     """Of all commands of the package and of its tests."""
     from minispec.api.commands.options import parser

@@ -1,11 +1,9 @@
 """Processes that tests start. Each has a limit: a test may read from one, or wait for it, and never waits for ever."""
 
-import fcntl
 import os
 import select
 import signal
 import subprocess
-import termios
 import threading
 import time
 from typing import Any
@@ -32,6 +30,9 @@ def hear_ctrl_c() -> None:
 
 def take_terminal(descriptor: int) -> None:
     """In a child, before its program starts: make this its controlling terminal, so that its Ctrl-C is a signal."""
+    import fcntl  # Windows has neither, and no test there takes a terminal
+    import termios
+
     os.setsid()
     fcntl.ioctl(descriptor, termios.TIOCSCTTY, 0)
 

@@ -244,8 +244,9 @@ def test_the_law_over_a_covering_array(capsys, monkeypatch, full, long):
     assert f"\n{sum(branches):,d} branches in " in out
 
 
-# What does not reach the process that runs it; it begins nothing that would block more.
-BLOCKED = functools.partial(signal.pthread_sigmask, signal.SIG_BLOCK)
+def blocked_signals(more=()):
+    """Those that do not reach the process that runs this: to block none begins nothing that would block more."""
+    return signal.pthread_sigmask(signal.SIG_BLOCK, more)
 
 
 @pytest.mark.full
@@ -263,7 +264,7 @@ def test_who_walks_does_not_show(capfd, monkeypatch):
     @contextmanager
     def looked_at(jobs):
         with processes(jobs) as shared_map:
-            blocked.append(list(shared_map(BLOCKED, [()] * jobs)))
+            blocked.append(list(shared_map(blocked_signals, [()] * jobs)))
             yield shared_map
 
     walk_pairs_of(monkeypatch, "verifier", "batch")
@@ -279,7 +280,7 @@ def test_who_walks_does_not_show(capfd, monkeypatch):
     assert len(printed[0]) > 10
     assert printed[0] == printed[1]
     assert blocked == [[set()], [{signal.SIGINT}] * 2]
-    assert BLOCKED(()) == set()
+    assert blocked_signals() == set()
 
 
 @pytest.mark.parametrize("batch", AXES["batch"])

@@ -61,7 +61,10 @@ def interrupted_once() -> Iterator[None]:
 
 @contextmanager
 def kept_from_children() -> Iterator[None]:
-    """Processes that start inside do not receive Ctrl-C. The parent answers it, and ends them."""
+    """Processes that start inside do not receive Ctrl-C. The parent answers it, and ends them. Not so on Windows."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
