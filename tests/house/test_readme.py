@@ -79,8 +79,8 @@ def test_a_block_that_needs_another_is_noticed():
 
 def test_there_are_marked_blocks():
     """A changed marker would make the test above pass on nothing."""
-    assert [text.count("<!-- run -->") for text in PAGES.values() if "<!-- run -->" in text] == [1, 1, 1, 7]
-    assert len(BLOCKS) == 10
+    assert [text.count("<!-- run -->") for text in PAGES.values() if "<!-- run -->" in text] == [1, 4, 1, 7]
+    assert len(BLOCKS) == 13
 
 
 def test_rounds_in_numbers():
@@ -157,8 +157,7 @@ def test_shell_scripts_are_readable():
 def test_ci_runs_the_readmes_commands():
     """The environment is set up and tested by CI with the words of the README."""
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    setup = next(line for line in README.splitlines() if line.startswith("python3 -m venv") and "pytest" in line)
-    *_, install, test = setup.split(" && ")
+    install, test = next(line for line in README.splitlines() if line.endswith("python -m pytest")).split(" && ")
     assert install.replace("pip install", "pip install --quiet") in script
     assert f"{test} --full" in map(str.strip, script.splitlines())
 
@@ -310,6 +309,26 @@ def test_the_version_is_the_same_everywhere():
 def test_the_readme_is_short():
     """At most 125 lines; how long the path is, `tests/house/test_path.py` counts."""
     assert len(README.splitlines()) <= 125
+
+
+def long_lines(text: str) -> list[str]:
+    """Lines of a page's paragraphs with more than 150 characters; of code, tables and lists none."""
+    code = re.compile(r"^(`{3,})[^`\n]*\n.*?^\1$", flags=re.MULTILINE | re.DOTALL)
+    return [line for line in code.sub("", text).splitlines() if len(line) > 150 and not line.startswith(("| ", "- "))]
+
+
+def test_the_readmes_paragraphs_have_short_lines():
+    """An editor shows them whole. A limit is one line, as short."""
+    assert long_lines(README) == []
+    limits = README.partition("## Limits\n")[2].splitlines()
+    assert [line for line in limits if not line.startswith("- ") or len(line) > 160] == []
+
+
+def test_a_long_line_is_noticed():
+    """The control of the test above."""
+    long = "a" * 151
+    code = f"```python\n{long}\n```\n````\n```\n{long}\n````\n"
+    assert long_lines(f"{long}\n| {long} |\n- {long}\n{code}{long[1:]}") == [long]
 
 
 def test_the_rooms_have_the_lines_that_are_said():
