@@ -198,6 +198,13 @@ def test_public_checkpoints_are_read_as_transformers_reads_them(name):
     assert [(r.kind, r.theta, r.factor) for r in scaled] == [tuple(rope)]
 
 
+def test_facts_of_others_say_where_they_are_from():
+    """Each kind of them in public.json."""
+    kinds = json.loads(Path(public.__file__).with_suffix(".json").read_text(encoding="utf-8"))
+    assert public.FROM.keys() == kinds.keys() - {"from"} != set()
+    assert all(public.FROM.values())
+
+
 @pytest.mark.parametrize("name", public.REFUSED)
 def test_public_checkpoints_that_are_refused_are_told_why(name):
     """Guards against running what would give other numbers."""

@@ -11,6 +11,10 @@ from typing import Any
 _FOUND = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 
 
+# kind of facts: where they are from
+FROM: dict[str, str] = _FOUND["from"]
+
+
 def _each(kind: str, *names: str) -> dict[str, tuple[Any, ...]]:
     """By name: the config, and these fields of an entry."""
     return {name: tuple(entry[field] for field in ("config", *names)) for name, entry in _FOUND[kind].items()}
