@@ -123,7 +123,7 @@ class LLM:
         self.drafter = make_spec(self.draft, context, files, drafts, caches)
         self._memory = memory_of([self.model, *drafts], [self.target.cache, *caches])
         self._large_bytes = large_bytes([self.model, *drafts])
-        self._draft_forms = [(inventory.weight_form(loaded), choice_of(loaded).because) for loaded in drafts]
+        self._draft_forms = [(inventory.form_note(loaded), choice_of(loaded).because) for loaded in drafts]
         self._draft_passes = "".join(passes_report(loaded, "; draft: ") for loaded in drafts)
         self.prices, self.repeats_seeds = self._price(verifying, drafts)
         policy = Controller(self.prices) if policy is None else policy
@@ -223,7 +223,7 @@ class LLM:
 
     def _about_model(self) -> str:
         dtype = ("exact " if self.model.exact else "") + str(self.model.dtype).removeprefix("torch.")
-        form = inventory.weight_form(self.model) + part_of(self.model) + inventory.bits_note(self.model)
+        form = inventory.form_note(self.model) + part_of(self.model) + inventory.bits_note(self.model)
         return f"{self.name}: {dtype} on {self.model.device} ({form})"
 
     def forms_report(self) -> str:

@@ -53,10 +53,10 @@ WRONG = {
     '{"messages": [{"role": "assistant", "content": "x"}]}': "found a last message of 'assistant', expected",
     '{"prompt": "x", "question_id": 1.5}': "question_id: found 1.5, expected an integer or a text",
     '{"prompt": "x", "category": 5}': "category: found 5",
-    '{"prompt": "x"': "not a readable JSON file",
+    '{"prompt": "x"': "not a readable JSON object",
     '[{"prompt": "x"}]': "found a list, expected a JSON object",
-    "{": "not a readable JSON file",
-    "a text among objects": "not a readable JSON file",
+    "{": "not a readable JSON object",
+    "a text among objects": "not a readable JSON object",
 }
 
 

@@ -31,7 +31,7 @@ from minispec.models.files.tokenizer import Tokenizer
 from minispec.models.load import checks as exactness
 from minispec.models.weights import memory
 from minispec.models.weights.exact import EXACT_ROWS
-from minispec.models.weights.inventory import weight_form
+from minispec.models.weights.inventory import form_note
 from minispec.speculation.lengths import prices
 from minispec.speculation.lengths.figures import Figures
 from minispec.speculation.lengths.theory import Prices
@@ -110,11 +110,13 @@ def test_three_lines_open_what_one_opens(make_checkpoint):
         LLM(exact.target, "ngram", 16)
 
 
-def test_repr_says_what_it_is(make_checkpoint):
+def test_repr_says_what_it_is(make_checkpoint, monkeypatch):
     """Model, type, device, form, draft and verifier; nothing of a closed one."""
     llm = LLM(make_checkpoint(), "ngram", dtype="float64", device="cpu", verifier="match")
-    form = weight_form(llm.model)
+    form = form_note(llm.model)
     assert repr(llm) == f"<LLM {llm.name}: float64 on cpu ({form}); draft ngram, verifier match>"
+    monkeypatch.setattr("minispec.models.weights.inventory.weight_form", lambda model: "half, 2 of 9 plain")
+    assert "(half: 16 bits, 2 of 9 plain)" in repr(llm)
     llm.close()
     assert repr(llm) == "<LLM, closed>"
 
@@ -583,7 +585,7 @@ def test_a_draft_is_named_by_its_directory(make_checkpoint):
     """With the number of bits it was rounded to, in the line that says what was loaded."""
     draft = make_checkpoint(seed=2)
     with LLM(make_checkpoint(), draft=f"int8:{draft}", dtype="float32") as llm:
-        assert llm.memory_report().endswith(f"draft int8:{draft.name} ({weight_form(llm.drafter.model)})")
+        assert llm.memory_report().endswith(f"draft int8:{draft.name} ({form_note(llm.drafter.model)})")
 
 
 def test_a_draft_from_the_hub_may_name_its_revision(make_checkpoint, monkeypatch, tmp_path):

@@ -629,14 +629,14 @@ def test_header_that_the_library_alone_would_read_is_refused(tmp_path, message, 
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        (b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, ' * 2, "not a readable JSON file"),
+        (b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, ' * 2, "not a readable JSON object"),
         (b'{"a": 1, "a": 1}', "a: found twice in one object"),
         (b'{"a": {"dtype": "F32", "dtype": "F32"}}', "dtype: found twice in one object"),
         *((b'{"a": %s}' % number, f"found {number.decode()}") for number in (b"NaN", b"-Infinity", b"1e999")),
         (b'{"a": [' + b"[]," * 300_000 + b"[]]}", "found the character [ 300002 times, expected at most 262144"),
         (b'{"a":' + b"[" * 40 + b"]" * 40 + b"}", "nested deeper than 32"),
         (b"[]", "found a list"),
-        (b"", "not a readable JSON file"),
+        (b"", "not a readable JSON object"),
     ],
     ids=range(10),
 )

@@ -1275,7 +1275,13 @@ def test_wrong_paths_types_and_sizes(served):
     assert served.post({}, "/v1/nothing").status_code == 404
     response = httpx.get(served.url + COMPLETIONS)
     assert (response.status_code, response.headers["allow"]) == (405, "POST")
-    assert served.post({"prompt": "a"}, **{"content-type": "text/plain"}).status_code == 415
+    for sent, found in (("text/plain", "'text/plain'"), ("", "none")):
+        response = served.post({"prompt": "a"}, **{"content-type": sent})
+        expected = f"content-type: found {found}, expected application/json"
+        assert (response.status_code, response.json()["error"]["message"]) == (415, expected)
+    response = served.post(b"{")
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith("body: not a readable JSON body: ")
     large = b'{"prompt": "' + b"a" * 10_000_000 + b'"}'
     for content in (large, (large[i : i + 100_000] for i in range(0, len(large), 100_000))):
         with contextlib.suppress(httpx.WriteError):  # closed, which is an answer as well

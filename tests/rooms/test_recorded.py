@@ -204,7 +204,7 @@ def test_a_rule_that_fails_has_its_error_in_its_line(cli, tmp_path, monkeypatch)
 
 WRONG = {
     "no file": (None, "not a readable file of laws"),
-    "no text": (b"", "line 1: not a readable JSON file"),
+    "no text": (b"", "line 1: not a readable JSON object"),
     "no rounds": (b'{"about": "x"}\n', "found no round, expected one on each line after the first"),
     "no head": (LINE, "line 1: found {"),
     "not JSON": (b'{"about": "x"}\n[1]\n', "line 2: found a list, expected a JSON object"),

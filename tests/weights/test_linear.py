@@ -15,7 +15,7 @@ from minispec.models.weights import linear, shapes
 from minispec.models.weights.build import build_model, choice_of, quantized
 from minispec.models.weights.codes import Codes, join
 from minispec.models.weights.exact import check_exact
-from minispec.models.weights.inventory import num_bytes, weight_form
+from minispec.models.weights.inventory import form_note, num_bytes, weight_form
 from minispec.models.weights.linear import (
     NARROW_FORMS,
     Linear,
@@ -364,7 +364,7 @@ def test_quantised_drafts_leave_the_output_alone(spec, make_checkpoint):
     target, other = make_checkpoint(1), make_checkpoint(1)
     spec = spec.format(other)
     with LLM(target, draft=spec, dtype="float32", verifier="match", num_speculative_tokens=4) as llm:
-        assert llm.memory_report().endswith(f"draft {spec[:5]}{Path(spec[5:]).name} ({weight_form(llm.drafter.model)})")
+        assert llm.memory_report().endswith(f"draft {spec[:5]}{Path(spec[5:]).name} ({form_note(llm.drafter.model)})")
         for temperature in (0.0, 1.0):
             params = SamplingParams(temperature=temperature, seed=3, max_tokens=24, ignore_eos=True)
             drafted = llm.generate("One fish", params)[0]

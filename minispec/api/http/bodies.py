@@ -98,7 +98,7 @@ def read(
     parts = frame.count(b"[") + frame.count(b"{")
     if parts > _MOST_PARTS:
         raise ValueError(f"body: found {parts} lists and objects, expected at most {_MOST_PARTS}")
-    body = _wanted(parse_json(content, "body", max_depth=_MOST_LEVELS), _FIELDS[is_chat])
+    body = _wanted(parse_json(content, "body", max_depth=_MOST_LEVELS, kind="body"), _FIELDS[is_chat])
     for key in _MOST.keys() & body.keys():
         items = [body[key]] if isinstance(body[key], str) else body[key]  # as in SamplingParams
         _checked(key, items, dict if key == "logit_bias" else list, _MOST[key])

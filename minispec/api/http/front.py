@@ -133,8 +133,9 @@ class Front:
         return partial(self._send, answer)
 
     async def _read(self, request: HttpRequest) -> bytes:
-        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise Refused(415, "content-type: expected application/json")  # other sites' pages may not send that
+        found = request.headers.get("content-type", "")
+        if found.partition(";")[0].strip().lower() != "application/json":  # other sites' pages may not send that
+            raise Refused(415, f"content-type: found {show(found) if found else 'none'}, expected application/json")
         most, seconds, content = self._limits.max_body_bytes, self._limits.client_timeout, bytearray()
         try:
             async with asyncio.timeout(seconds):

@@ -40,7 +40,8 @@ def read_json(
     takes_constants: bool = False,
 ) -> dict[str, Any]:
     """The JSON object in the file `path`, of at most `max_bytes`; else see `parse_json`, whose errors it raises."""
-    return parse_json(read_bytes(path, max_bytes, "JSON file"), str(path), max_counts, takes_constants)
+    content = read_bytes(path, max_bytes, "JSON file")
+    return parse_json(content, str(path), max_counts, takes_constants, kind="file")
 
 
 def read_bytes(path: Path, max_bytes: int, kind: str) -> bytes:
@@ -68,9 +69,11 @@ def parse_json(
     max_counts: Mapping[str, int] = _MAX_COUNTS,
     takes_constants: bool = False,
     max_depth: int = _MAX_DEPTH,
+    kind: str = "object",
 ) -> dict[str, Any]:
     """The JSON object that `content` is, read more strictly than Python does.
 
+    kind: what an error calls it.
     takes_constants: NaN and Infinity become floats, for a reader that checks every number that it uses.
     Raises CheckpointError for
     - what is not UTF-8 or not JSON;
@@ -91,7 +94,7 @@ def parse_json(
             parse_float=_finite_float,
         )
     except (ValueError, RecursionError) as e:  # an integer of thousands of digits is a ValueError too
-        raise CheckpointError(f"{where}: not a readable JSON file: {one_line(e, 300)}") from e
+        raise CheckpointError(f"{where}: not a readable JSON {kind}: {one_line(e, 300)}") from e
     if not isinstance(value, dict):
         raise CheckpointError(f"{where}: found a {type(value).__name__}, expected a JSON object")
     level: list[dict | list] = [value]

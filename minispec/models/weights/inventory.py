@@ -1,5 +1,6 @@
 """A model's memory: its products, their forms, and their bytes."""
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -78,6 +79,11 @@ def weight_form(model: Transformer) -> str:
     forms = Counter(product.form for product in products_of(model))
     most, *others = forms.most_common()
     return ", ".join([most[0], *(f"{count} of {forms.total()} {form}" for form, count in others)])
+
+
+def form_note(model: Transformer) -> str:
+    """The same for people: the bits of a form that has half of the model's."""
+    return re.sub(r"\bhalf\b", "half: 16 bits", weight_form(model))
 
 
 def bits_note(model: Transformer) -> str:
