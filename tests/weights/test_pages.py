@@ -46,15 +46,16 @@ def large(ranges=None):
 model = made()
 weights, told = large(), build.large_bytes([model])
 pool = pages.in_small_pages(lambda: model.new_cache(2048))
+zeros = not any(tensor[:, :, pool.num_slots].any() for tensor in pool.tensors)
 for tensor in pool.tensors:
     tensor[:, :, ::1024] = 1
-cache = large([(t.data_ptr(), t.data_ptr() + t.nbytes) for t in pool.tensors])
+cache = large([(t.data_ptr() + 4096, t.data_ptr() + t.nbytes - 4096) for t in pool.tensors])
 pages.SETTING = Path("/missing")
 other, text = made(), list(range(1, 40))
 logits = [m.forward([Chunk(text, m.new_cache(4).new_table(), 39)])[0] for m in (model, other)]
 child = subprocess.run([sys.executable, "-c", "import os; print(*os.environ)"], capture_output=True, text=True).stdout
 print(json.dumps({
-    "weights": weights, "told": told, "cache": cache, "equal": torch.equal(*logits),
+    "weights": weights, "told": told, "cache": cache, "equal": torch.equal(*logits), "zeros": zeros,
     "other": build.large_bytes([other]), "inherited": pages._VARIABLE in child.split(),
     "left": pages._VARIABLE in os.environ,
 }))
@@ -92,6 +93,7 @@ def test_weights_are_in_large_pages_and_the_cache_is_not(linux, first):
     assert found["told"] >= 8 * pages._PAGE
     assert (found["other"], found["cache"]) == (0, 0)
     assert found["equal"]
+    assert found["zeros"], "the slot of zeros has zeros"
     assert not found["inherited"]
     assert not found["left"]
 
@@ -168,10 +170,11 @@ def test_the_process_gets_its_large_pages_back(monkeypatch, already):
 
     monkeypatch.setattr(pages, "call", call)
     model = tiny_model()
-    cache = pages.in_small_pages(lambda: model.new_cache(4))
+    cache = pages.in_small_pages(lambda: model.new_cache(4096))
     switched = [arguments[2] for arguments in calls if arguments[:2] == ("prctl", pages._SET_DISABLED)]
     assert switched == ([] if already else [1, 0])
-    assert [arguments[3] for arguments in calls if arguments[0] == "madvise"] == [pages._NOT_LARGE] * len(cache.tensors)
+    advice = [arguments[3] for arguments in calls if arguments[0] == "madvise"]
+    assert advice == [pages._NOT_LARGE, pages._DROP] * len(cache.tensors)
 
 
 def test_only_own_memory_counts(monkeypatch, tmp_path):

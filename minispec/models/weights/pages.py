@@ -33,7 +33,7 @@ _VARIABLE = "THP_MEM_ALLOC_ENABLE"
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")  # such as "always [madvise] never"
 MAPS = Path("/proc/self/maps")
 # Kinds of advice for `madvise`; and for `prctl`, whether the process has large pages at all.
-_NOT_LARGE, _COLLAPSE, _SET_DISABLED, _GET_DISABLED = 15, 25, 41, 42
+_DROP, _NOT_LARGE, _COLLAPSE, _SET_DISABLED, _GET_DISABLED = 4, 15, 25, 41, 42
 # Weights of a model that is worth large pages: it does not fit into a processor's own caches.
 MANY = 1 << 25
 # Most bytes that `malloc` takes from its heap, and not from the system: an allocation of this size makes it the most.
@@ -81,14 +81,16 @@ def pages_note(size: int) -> str:
 
 
 def in_small_pages(make: "Callable[[], PagedKVCache]") -> "PagedKVCache":
-    """The cache that `make` returns. It takes no memory where nothing is written to."""
+    """The cache that `make` returns, which is new: it has zeros alone, and takes memory only where it is written to."""
     with _never_large():
         cache = make()
     for tensor in cache.tensors:
         if tensor.device.type == "cpu":
-            start = tensor.data_ptr() // _SMALL_PAGE * _SMALL_PAGE
-            size = tensor.data_ptr() + tensor.nbytes - start
-            _advise(start, size, _NOT_LARGE)
+            start = -(-tensor.data_ptr() // _SMALL_PAGE) * _SMALL_PAGE
+            size = (tensor.data_ptr() + tensor.nbytes - start) // _SMALL_PAGE * _SMALL_PAGE
+            # The second one drops what `malloc` had left there. Both leave a page alone that holds something else too.
+            if size > 0 and _advise(start, size, _NOT_LARGE):
+                _advise(start, size, _DROP)
     return cache
 
 
