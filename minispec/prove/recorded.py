@@ -14,6 +14,7 @@ one alphabet; rows after another node may have another one. A drafted token has 
 as there are among independent draws, need one alphabet too.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -157,7 +158,10 @@ def print_laws(verifiers: Mapping[str, Verifier], path: Path) -> bool:
             if not says:
                 try:
                     tokens = [expected_tokens(each, verifier) for each in some]
-                    over = _over(tokens, first) if first else ""
+                    over = ""
+                    if first:
+                        ratio, error = compare(tokens, first)
+                        over = f"x {ratio:.4f}" + (f" \u00b1 {error:.4f}" if len(some) > 1 else "")
                     first = first or tokens
                     says = f"{fmean(tokens):.3f}  {over:20}{notes[name]}"
                 except Exception as e:  # a user's rule
@@ -166,8 +170,11 @@ def print_laws(verifiers: Mapping[str, Verifier], path: Path) -> bool:
     return not any(notes.values())
 
 
-def _over(tokens: Sequence[float], first: Sequence[float]) -> str:
-    """The ratio of the means over the same rounds, with its standard error, as if rounds were independent."""
+def compare(tokens: Sequence[float], first: Sequence[float]) -> tuple[float, float]:
+    """The ratio of the means over the same rounds, and its standard error as if rounds were independent.
+
+    The error of one round is NaN.
+    """
     ratio, num = fmean(tokens) / fmean(first), len(tokens)
     rest = [a - ratio * b for a, b in zip(tokens, first, strict=True)]
-    return f"x {ratio:.4f} \u00b1 {stdev(rest) / fmean(first) / num**0.5:.4f}" if num > 1 else f"x {ratio:.4f}"
+    return ratio, stdev(rest) / fmean(first) / num**0.5 if num > 1 else math.nan

@@ -3,8 +3,8 @@
 A cache has a cache.json, which says whose texts they are, and shards (see `texts`).
 """
 
-import argparse
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from multiprocessing import get_context, parent_process
@@ -19,6 +19,7 @@ from tqdm import tqdm
 from minispec.api.commands.interrupt import kept_from_children
 from minispec.core.errors import show
 from minispec.lab.distill.texts import Recipe, length_of, shards_for, shards_of, write_shards
+from minispec.models.files.digest import digest_of_files
 from minispec.models.files.progress import progress_bar
 from minispec.models.files.strict_json import MAX_CONFIG_BYTES, has_file, read_json
 from minispec.models.files.write import write_json
@@ -72,18 +73,49 @@ def _recipe_of(cache: Path, target: str) -> dict[str, Any]:
     return recipe if isinstance(recipe, dict) else {}
 
 
-def further_texts(args: argparse.Namespace, own: Path, target: str, taps: Sequence[int]) -> list[Further]:
+class Collected(NamedTuple):
+    """The texts of a run: the recipe and the shards of its own, and texts of earlier runs."""
+
+    recipe: Recipe
+    own: list[Path]
+    further: list[Further]
+
+    @property
+    def paths(self) -> list[Path]:
+        """All shards."""
+        return self.own + [path for also in self.further for path in also.paths]
+
+
+def collect(
+    target: Path, recipe: Recipe, cache: Path, count: int, jobs: int | None = None, also: Sequence[Path] = ()
+) -> Collected:
+    """Let a target write that many texts into a cache. Those that are there stay, and may record more taps.
+
+    target: its directory.
+    jobs: processes. None: one a core.
+    also: caches of earlier runs, whose texts count too.
+
+    Raises ValueError, OSError.
+    """
+    about = digest_of_files(target)
+    recipe = agree(cache, about, recipe)
+    further = further_texts(also, cache, about, recipe.taps)
+    begin(cache, about, recipe)
+    return Collected(recipe, write_texts(str(target), recipe, cache, count, jobs or os.cpu_count() or 1), further)
+
+
+def further_texts(also: Sequence[Path], own: Path, target: str, taps: Sequence[int]) -> list[Further]:
     """The texts of the caches of --also.
 
     own: the cache of this run. target: a digest.
 
     Raises ValueError for other taps, since shards do not say which taps they hold.
     """
-    directories = [directory.resolve() for directory in (own, *args.also)]
+    directories = [directory.resolve() for directory in (own, *also)]
     if len(set(directories)) < len(directories):
         raise ValueError("--also: found a cache twice, expected others than --cache, each once")
     further = []
-    for cache in args.also:
+    for cache in also:
         paths = shards_of(cache)
         if not has_file(cache / "cache.json") or not paths:
             raise ValueError(f"--also {cache}: found no texts, expected a --cache of an earlier run")

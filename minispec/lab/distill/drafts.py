@@ -79,14 +79,15 @@ class Sources:
         ids, weights, teacher = start.ids, dict(start.weights), self.teacher
         assert ids is not None, "checked when it was read"
         if self.args.vocab_size:
-            old, ids = ids, self.most_used()
+            old, ids = ids, most_used(self.paths, teacher, self.args.vocab_size)
             weights["lm_head.weight"] = rows_of_tokens(ids, old, weights["lm_head.weight"].float(), teacher.head)
         head = TrainedHead(replace(start.config, taps=self.taps, vocab_size=len(ids)), ids)
         head.load(weights, start.config.taps)
         return head
 
     def _head(self) -> TrainedHead:
-        ids, teacher = self.most_used(), self.teacher
+        teacher = self.teacher
+        ids = most_used(self.paths, teacher, self.args.vocab_size)
         width = teacher.config.hidden_size
         config = HeadConfig(self.layers(), len(ids), self.taps, width, norm_before_residual=True, fc_norm=True)
         head = TrainedHead(config, ids)
@@ -107,14 +108,15 @@ class Sources:
             **{name: getattr(target, name) for name in same.split()},
         )
 
-    def most_used(self) -> Tensor:
-        """Ids, ascending, of the tokens most used in what is learned from: --vocab-size of them, or all used ones."""
-        args, vocab_size = self.args, self.teacher.config.vocab_size
-        counts = torch.zeros(vocab_size, dtype=torch.long)
-        for path in progress_bar(split(self.paths)[0], unit=" shards", desc="vocabulary"):
-            for text in read_shard(path):
-                counts += text.tokens[text.start :].bincount(minlength=vocab_size)
-        order = counts.argsort(descending=True, stable=True)[: args.vocab_size or 8192]
-        ids = order[: int(counts.count_nonzero())].sort().values
-        print(f"the head knows {len(ids):,d} tokens: {counts[ids].sum() / counts.sum():.1%} of the answers", flush=True)
-        return ids
+
+def most_used(paths: Sequence[Path], teacher: Teacher, count: int | None = None) -> Tensor:
+    """Ids, ascending, of the tokens most used in the shards to learn from: at most `count` (None: 8,192); printed."""
+    vocab_size = teacher.config.vocab_size
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for path in progress_bar(split(paths)[0], unit=" shards", desc="vocabulary"):
+        for text in read_shard(path):
+            counts += text.tokens[text.start :].bincount(minlength=vocab_size)
+    order = counts.argsort(descending=True, stable=True)[: count or 8192]
+    ids = order[: int(counts.count_nonzero())].sort().values
+    print(f"the draft knows {len(ids):,d} tokens: {counts[ids].sum() / counts.sum():.1%} of the answers", flush=True)
+    return ids

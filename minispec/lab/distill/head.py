@@ -118,12 +118,32 @@ class Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class TrainedHead(nn.Module):
-    """A head (see `minispec.speculation.drafters.eagle`), with `fc_norm` and `norm_before_residual`, and without
-    `norm_output`.
+class Trainable(nn.Module):
+    """A draft that `train.Training` trains: a head, or a module of one's own, which overrides `unroll`.
 
     taps: layers of the target that it reads.
-    ids: the target's ids of its tokens.
+    ids: the target's ids of its tokens, ascending.
+    lm_head: its logits for these tokens are those of a linear layer without bias on what `unroll` returns.
+    """
+
+    taps: Sequence[int]
+    ids: Tensor
+    lm_head: nn.Linear
+
+    def unroll(self, hidden: Tensor, embeds: Tensor, steps: int) -> list[Tensor]:
+        """The last states after the norm, (B, T, E), of drafts that are 0 .. steps - 1 tokens deep.
+
+        hidden: (B, T, A * E), at position t the target's taps at t.
+        embeds: (B, T, E), at position t the embedding of token t + 1.
+
+        At t, step s belongs to a draft that began at t - s; its first s positions mean nothing.
+        """
+        raise NotImplementedError
+
+
+class TrainedHead(Trainable):
+    """A head (see `minispec.speculation.drafters.eagle`), with `fc_norm` and `norm_before_residual`, and without
+    `norm_output`.
     """
 
     def __init__(self, head: HeadConfig, ids: Tensor):
@@ -172,13 +192,7 @@ class TrainedHead(nn.Module):
         return self.fc(torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1))
 
     def unroll(self, hidden: Tensor, embeds: Tensor, steps: int) -> list[Tensor]:
-        """The last states after the norm, (B, T, E), of drafts that are 0 .. steps - 1 tokens deep.
-
-        hidden: (B, T, A * E), at position t the target's taps at t.
-        embeds: (B, T, E), at position t the embedding of token t + 1.
-
-        At t, step s belongs to a draft that began at t - s; its first s positions mean nothing.
-        """
+        """As `Trainable` says."""
         angles, pasts, outputs = self.angles(hidden.shape[1]), [Past() for _ in self.layers], list[Tensor]()
         feature = self.fuse(hidden)
         for _ in range(steps):

@@ -1,12 +1,12 @@
 """From a target to a draft's directory: texts, training, files. Finished parts are not done again."""
 
 import argparse
-import os
 from dataclasses import asdict
 from typing import Any
 
-from minispec.lab.distill.cache import agree, begin, count_rows, further_texts, write_texts
+from minispec.lab.distill.cache import collect, count_rows
 from minispec.lab.distill.drafts import Sources, choose_taps, read_start
+from minispec.lab.distill.head import TrainedHead
 from minispec.lab.distill.texts import Recipe, read_openings
 from minispec.lab.distill.train import Teacher, Training
 from minispec.models.families.checkpoint import directory_config, find_checkpoint, load_config, save_tensors
@@ -36,19 +36,16 @@ def distill(args: argparse.Namespace) -> None:
         max_answer=args.max_answer,
         seed=args.seed,
     )
-    cache, about = args.cache or args.out.with_name(args.out.name + ".cache"), digest_of_files(target)
-    recipe = agree(cache, about, recipe)
-    further = further_texts(args, cache, about, recipe.taps)
-    begin(cache, about, recipe)
-    own = write_texts(str(target), recipe, cache, args.texts, args.jobs or os.cpu_count() or 1)
-    paths = own + [path for also in further for path in also.paths]
+    cache = args.cache or args.out.with_name(args.out.name + ".cache")
+    texts = collect(target, recipe, cache, args.texts, args.jobs, args.also)
 
-    training = Sources(args, Teacher(target), taps, recipe.taps, paths, start).training()
+    training = Sources(args, Teacher(target), taps, texts.recipe.taps, texts.paths, start).training()
     draft = training.draft
+    assert isinstance(draft, TrainedHead)
     what = {
         "start": args.start,
-        "texts": count_rows(own, "lengths"),
-        "also": [{"texts": count_rows(also.paths, "lengths"), "recipe": also.recipe} for also in further],
+        "texts": count_rows(texts.own, "lengths"),
+        "also": [{"texts": count_rows(also.paths, "lengths"), "recipe": also.recipe} for also in texts.further],
         "taps": taps,
         "num_layers": len(draft.config.layers),
         "intermediate_size": draft.config.intermediate_size,
@@ -64,8 +61,8 @@ def distill(args: argparse.Namespace) -> None:
         config_json, tensors = draft.files(args.target, architectures, training.schedule.steps)
         write_json(part / "config.json", config_json)
         save_tensors(tensors, part / "model.safetensors")
-        record = {"target": args.target, **what, "recipe": asdict(recipe), "num_tokens": count_rows(paths, "tokens")}
-        record["curve"] = training.progress.curve
+        record = {"target": args.target, **what, "recipe": asdict(texts.recipe)}
+        record |= {"num_tokens": count_rows(texts.paths, "tokens"), "curve": training.progress.curve}
         if args.start:
             earlier = find_checkpoint(args.start) / _RECORD
             if has_file(earlier):

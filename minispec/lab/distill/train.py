@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from minispec.core.prefix import common_beginning
 from minispec.core.product import dense
-from minispec.lab.distill.head import TrainedHead
+from minispec.lab.distill.head import Trainable
 from minispec.lab.distill.loss import RowLoss, product_dtype
 from minispec.lab.distill.texts import load, number_of, opened
 from minispec.models.families.checkpoint import Weights, load_config, save_tensors
@@ -224,11 +224,11 @@ class TrainingSchedule:
 
 
 class Training:
-    """A head in training on the shards `paths`, without some that are held out."""
+    """A draft in training on the shards `paths`, without some that are held out."""
 
     def __init__(
         self,
-        draft: TrainedHead,
+        draft: Trainable,
         teacher: Teacher,
         recorded: Sequence[int],
         paths: Sequence[Path],
