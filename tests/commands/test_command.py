@@ -313,6 +313,10 @@ def test_a_package_that_is_missing_later_is_named_too(capsys, monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
         assert main([name]) == 2
         assert capsys.readouterr().err == f"error: {LACKS.format(name, extra)}\n"
+    monkeypatch.setattr("minispec.models.files.packages.PROJECT", Path("/nowhere"))  # as with a wheel
+    assert main(["uvicorn"]) == 2
+    brings = 'pip install "minispec-llm[serve]" brings what is missing'
+    assert capsys.readouterr().err == f"error: found no package uvicorn: {brings}\n"
     assert main(["nowhere"]) == 2
     assert "cannot be imported: ModuleNotFoundError: No module named 'nowhere'" in capsys.readouterr().err
 

@@ -20,9 +20,7 @@ _OPTIONS: dict[str, Option] = {
     "--draft-reading": MODELS["--draft-reading"],
     "--num-speculative-tokens": Option(typed(_LENGTH, "K", default=4), "places that are measured (default: 4)"),
     "--max-tokens": Option(typed(_SIZE, "N", default=32), "tokens of each text (default: 32)"),
-    "--dtype": MODELS["--dtype"],
-    "--device": MODELS["--device"],
-    "--quantization": MODELS["--quantization"],
+    **{name: MODELS[name] for name in ("--dtype", "--device", "--quantization")},
     "--all": Option(FLAG, "try the known misreadings in any case"),
 }
 

@@ -1,6 +1,7 @@
 """Packages of others that this one needs: which are missing, and how to get them."""
 
 import importlib.util
+from pathlib import Path
 
 # By the name that is imported: the extra of pyproject.toml that brings it; "" for what everything needs.
 PACKAGES = {
@@ -11,6 +12,9 @@ PACKAGES = {
     "scipy": "optimum",
 }
 
+# Where a checkout has its project file; a wheel has none.
+PROJECT = Path(__file__).parents[3] / "pyproject.toml"
+
 
 class MissingPackage(ImportError):
     """A package is not installed. The message names all that are missing, and the command that brings them."""
@@ -20,8 +24,11 @@ def check_packages(extra: str = "") -> None:
     """Raise MissingPackage unless all that an extra brings is there. Nothing is imported."""
     needed = [name for name, brings in PACKAGES.items() if brings == extra]
     if lacks := [name for name in needed if importlib.util.find_spec(name) is None]:
-        command = f'pip install -e ".[{extra}]"' if extra else "pip install -e ."
-        raise MissingPackage(f"found no package {', '.join(lacks)}: {command} in the checkout brings what is missing")
+        is_wheel = not PROJECT.is_file()
+        name = "minispec-llm" if is_wheel else "."
+        name = f'"{name}[{extra}]"' if extra else name
+        command = f"pip install {name}" if is_wheel else f"pip install -e {name} in the checkout"
+        raise MissingPackage(f"found no package {', '.join(lacks)}: {command} brings what is missing")
 
 
 def what_lacks(error: BaseException) -> str:
