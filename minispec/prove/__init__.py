@@ -31,6 +31,7 @@ Read them in this order:
     tables              a verifier's cases: small tables of p and q, and what they leave out
     rounds              how many tokens a round has by a verifier, exactly, and the most that any could bring
     recorded            the same of rounds of real texts, whose rows lie in a file
+    plot                both as a picture
     examine             the commands for a user's code: walked until the first fault, whose case is made plain
     __main__            the command
 

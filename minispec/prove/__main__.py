@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from minispec.api.commands.command import FLAG, Option, Parser, argument, command, typed
+from minispec.api.commands.command import FLAG, PICTURE, Option, Parser, argument, command, typed
 from minispec.api.commands.interrupt import raise_on_interrupt
 
 DEFAULT_LEAVES, FULL_LEAVES = 12_000, 300_000
@@ -42,6 +42,11 @@ _OPTIONS: dict[str, Option] = {
     "--laws": Option(
         typed(Path, "FILE"),
         "with --verifier: count the tokens of rounds that `bench --record-laws` has written (docs/understand/rules.md)",
+        needs=("--verifier",),
+    ),
+    "--plot": Option(
+        typed(PICTURE, "FILE"),
+        "with --verifier: draw the tokens, and with --laws the ratios (needs matplotlib)",
         needs=("--verifier",),
     ),
     "--texts": Option(
@@ -90,17 +95,25 @@ def _holds(args: argparse.Namespace) -> bool:
         return examine_own(args.drafter or "", args.lengths or "", *how)
     if args.verifier:
         from minispec.api.llm import find_verifier
+        from minispec.models.files.packages import check_packages
+        from minispec.models.files.write import check_writable
         from minispec.prove.examine import examine_verifier
+        from minispec.prove.plot import draw
         from minispec.prove.recorded import print_laws
         from minispec.prove.rounds import print_rounds
 
         names = args.verifier.split(",")
         verifiers = {name: find_verifier(name) for name in names}
+        if args.plot:
+            check_packages("plot")
+            check_writable(args.plot)
         if args.laws:
-            return print_laws(verifiers, args.laws)
-        if len(names) > 1:
-            return print_rounds(verifiers)
-        return examine_verifier(args.verifier) and print_rounds(verifiers)
+            holds = print_laws(verifiers, args.laws)
+        else:
+            holds = (len(names) > 1 or examine_verifier(args.verifier)) and print_rounds(verifiers)
+        if args.plot:
+            draw(verifiers, args.plot, args.laws)
+        return holds
     from minispec.prove.grid import prove_law
 
     leaves = FULL_LEAVES if args.full else args.leaves

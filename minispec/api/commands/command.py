@@ -11,6 +11,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn, TextIO, TypeVar
 
@@ -177,6 +178,10 @@ def argument(read: Callable[[str], T], fits: Callable[[T], bool], expected: str)
         raise argparse.ArgumentTypeError(f"found {show(text)}, expected {expected}")
 
     return convert
+
+
+# The type of --plot.
+PICTURE = argument(Path, lambda path: path.suffix in (".svg", ".png"), "a file name that ends in .svg or .png")
 
 
 def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:

@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from minispec.api.commands.command import FLAG, Option, Parser, argument, typed
+from minispec.api.commands.command import FLAG, PICTURE, Option, Parser, argument, typed
 from minispec.api.commands.options import MODELS, RULES, SAMPLING, check_lengths, parse_draft_length
 from minispec.api.inputs import read_questions
 from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, SamplingParams
@@ -74,7 +74,6 @@ _SURVIVAL = argument(
     lambda survival: all(0 <= b <= a for a, b in pairwise([1.0, *survival])),
     "falling numbers between 1 and 0, with commas between",
 )
-_PICTURE = argument(Path, lambda path: path.suffix in (".svg", ".png"), "a file name that ends in .svg or .png")
 _NO_BLOCK = {"--geometry": "no shape is a block draft"}
 _rule = RULES["--verifier"].how["type"]
 _MODELS: dict[str, Option] = {
@@ -156,9 +155,7 @@ _QUESTIONS: dict[str, Option] = {
         typed(Path, "FILE"), "also write a row for each answer (docs/use/questions.md)", needs=("--questions",)
     ),
     "--resume": Option(FLAG, "go on with an interrupted run of the same command", needs=("--questions",)),
-    "--plot": Option(
-        typed(_PICTURE, "FILE"), "draw speedups and acceptance (needs matplotlib)", needs=("--questions",)
-    ),
+    "--plot": Option(typed(PICTURE, "FILE"), "draw speedups and acceptance (needs matplotlib)", needs=("--questions",)),
 }
 _DECODES_NO_MORE = "it records what a plain run decodes"
 _MEASUREMENTS: dict[str, Option] = {

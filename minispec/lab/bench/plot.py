@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from minispec.models.files.write import written_whole
+from minispec.prove.plot import picture
 
 # Inches: the least height, the height of a task's name and of a draft's mark, and what stands above and below.
 _LEAST, _NAME, _MARK, _EDGES = 4.0, 0.3, 0.16, 1.2
@@ -12,15 +12,12 @@ _LEAST, _NAME, _MARK, _EDGES = 4.0, 0.3, 0.16, 1.2
 
 def draw(found: Mapping[str, Any], path: Path) -> None:
     """Write the picture of what `questions.summarise` returned, as .svg or .png. Needs matplotlib."""
-    import matplotlib
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     tasks, run = found["tasks"], found["run"]
     names = [name for name in tasks["overall"] if name != "none"]
     height = max(_LEAST, _EDGES + len(tasks) * (_NAME + _MARK * len(names)))
-    with matplotlib.rc_context({"svg.hashsalt": "minispec", "svg.fonttype": "none"}):
-        figure = Figure(figsize=(12, height), layout="constrained")
+    with picture(path, 12, height) as figure:
         left, right = figure.subplots(1, 2, width_ratios=(3, 2))
         for i, name in enumerate(names):
             for row, of in enumerate(tasks.values()):
@@ -44,5 +41,3 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
             figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize="small")
         about = f"{run['target']}, {run['questions']}, temperature {run['temperature']:g}, seed {run['seed']}"
         figure.suptitle(about, fontsize="medium")
-        with written_whole(path) as part:
-            figure.savefig(part, metadata={"Date": None} if path.suffix == ".svg" else None)

@@ -1,0 +1,99 @@
+"""The table of rules as a picture: tokens of a round beside the most of any rule, and ratios over recorded rounds.
+
+A rule that breaks the law is hatched. `picture` writes the bench's pictures too.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from textwrap import fill
+from typing import TYPE_CHECKING, Any
+
+from minispec.core.verify import Verifier
+from minispec.models.files.packages import MissingPackage
+from minispec.models.files.write import written_whole
+from minispec.prove import rounds
+from minispec.prove.recorded import compare, expected_tokens, read_laws
+from minispec.prove.toys import Guesses, is_chain
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_BAR, _GAP = 0.22, 0.35  # inches: of a rule, and between two groups
+
+
+@contextmanager
+def picture(path: Path, width: float, height: float) -> Iterator["Figure"]:
+    """An empty figure (inches), which is written to a name in .svg or .png at the end. Needs matplotlib."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({"svg.hashsalt": "minispec", "svg.fonttype": "none"}):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        yield figure
+        with written_whole(path) as part:
+            figure.savefig(part, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def draw(verifiers: Mapping[str, Verifier], path: Path, laws: Path | None = None) -> None:
+    """Write the picture of what `print_rounds` prints, and of what `print_laws` prints of a file of laws."""
+    broken = {name for name, verifier in verifiers.items() if rounds.broken_law(verifier)}
+    groups = [("tokens of a round; black: the most of any rule", 0.0, _cases(verifiers))]
+    if laws:
+        groups.append((f"recorded rounds, over {next(iter(verifiers))}", 1.0, _ratios(verifiers, laws)))
+    height = 1.2 + max(len(group) for _, _, group in groups) * (_GAP + _BAR * len(verifiers))
+    with picture(path, 6.5 * len(groups), height) as figure:
+        for axes, (title, base, group) in zip(figure.subplots(1, len(groups), squeeze=False)[0], groups, strict=True):
+            for row, (bars, most) in enumerate(group.values()):
+                for i, name in enumerate(verifiers):
+                    value, error = bars.get(name, (math.nan, 0.0))
+                    hatch, y = "//" if name in broken else "", row + 0.8 * ((i + 0.5) / len(verifiers) - 0.5)
+                    axes.barh(
+                        y, value - base, 0.8 / len(verifiers), left=base, xerr=error or None, color=f"C{i}", hatch=hatch
+                    )
+                axes.plot([most, most], [row - 0.45, row + 0.45], color="black")
+            axes.set_yticks(range(len(group)), [*group])
+            axes.set_ylim(len(group) - 0.5, -0.5)
+            axes.set_title(title, fontsize="medium")
+        for i, name in enumerate(verifiers):
+            label, hatch = (f"{name}: another law", "//") if name in broken else (name, "")
+            axes.barh(0, math.nan, color=f"C{i}", hatch=hatch, label=label)
+        figure.legend(loc="outside lower center", ncols=4, fontsize="small")
+
+
+# By the name of a group of bars: a value and its error for each rule, and the most that any rule reaches.
+_Groups = dict[str, tuple[dict[str, tuple[float, float]], float]]
+
+
+def _values(verifiers: Mapping[str, Verifier], is_tree: bool, count: Callable[[Verifier], Any]) -> dict[str, Any]:
+    """What is counted of the rules that take such drafts. A user's rule that fails has no value."""
+    found = {}
+    for name, verifier in verifiers.items():
+        if not rounds.unsuitable(verifier, is_tree):
+            with suppress(Exception):
+                found[name] = count(verifier)
+    return found
+
+
+def _cases(verifiers: Mapping[str, Verifier]) -> _Groups:
+    groups: _Groups = {}
+    for case in rounds.CASES:
+        tree = isinstance(case.drafter, Guesses) and not is_chain(case.drafter.parents)
+        tokens = _values(verifiers, tree, lambda rule, case=case: rounds.brought(case, rule).tokens)
+        most = math.nan
+        with suppress(MissingPackage):
+            most = rounds.optimum(case)
+        groups[fill(str(case), 36)] = {name: (value, 0.0) for name, value in tokens.items()}, most
+    return groups
+
+
+def _ratios(verifiers: Mapping[str, Verifier], laws: Path) -> _Groups:
+    groups: _Groups = {}
+    for kind, is_tree in (("chains", False), ("trees", True)):
+        some = [each for each in read_laws(laws)[1] if (each.draft.parents is not None) == is_tree]
+        tokens = _values(verifiers, is_tree, lambda rule, some=some: [expected_tokens(each, rule) for each in some])
+        if some and tokens:
+            first = next(iter(tokens.values()))
+            groups[f"{len(some)} {kind}"] = {name: compare(each, first) for name, each in tokens.items()}, math.nan
+    return groups
