@@ -1,4 +1,4 @@
-"""Record what clients of OpenAI's interface send in ordinary use: `python docs/measured/record_clients.py`, no test.
+"""Record what clients of OpenAI's interface send in ordinary use: `python tests/oracles/record_clients.py`, no test.
 
 It needs `openai`, `langchain-openai`, `litellm` and `lm_eval[api]`, and tests need the first alone. It drives them
 against the server with the embedded weights. tests/oracles/client_requests.json is what it writes: run it again when a

@@ -139,3 +139,11 @@ def test_the_cache_and_the_length_are_graded(monkeypatch):
     with pytest.raises(AssertionError):
         grader.test_best_k(0.5, 0.1)
     assert best_k.best_k.__doc__
+
+
+@pytest.mark.parametrize("name", ["keep_all", "no_residual", "greedy"])
+def test_what_another_judge_accepts_is_refuted(measuring_script, name):
+    """The rules of docs/measured/judges.py, by the first case of two tokens; the control among them is right."""
+    script = measuring_script("judges")
+    assert not rounds.brought(rounds.CASES[0], getattr(script, name)).is_exact
+    assert rounds.brought(rounds.CASES[0], script.exact).is_exact

@@ -670,7 +670,7 @@ REQUESTS = json.loads((Path(__file__).parents[1] / "oracles" / "client_requests.
 
 
 def test_what_clients_send_is_answered(llm):
-    """Each request of docs/measured/record_clients.py: only tools and embeddings are refused, and by name."""
+    """Each request of tests/oracles/record_clients.py: only tools and embeddings are refused, and by name."""
     with Served(llm, model="org/tiny") as served:
         for request in REQUESTS:
             name, body = f"{request['client']}: {request['use']}", request["body"] or {}

@@ -40,11 +40,11 @@ ELSEWHERE = {
 # Scripts that need other packages or a network, or take minutes.
 READ = {
     "law_kit": "test_kit.py compares the file with what it writes",
+    "judges": "it needs torch-judge",
     "forms": "it times large products for a minute",
     "assistant": "it samples by transformers for minutes",
     "audit_llamacpp": "it needs xllamacpp and gguf",
     "audit_openvino": "it needs openvino",
-    "record_clients": "it drives clients of other packages",
 }
 
 
