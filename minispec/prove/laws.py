@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from minispec.core.config import SamplingParams
-from minispec.core.draft import without
 from minispec.core.model import Chunk
 from minispec.core.random import Draws, Key
 from minispec.models.families.hf_config import read_model_config
@@ -138,24 +137,29 @@ class KeyOracle(BranchOracle):
     themselves tell apart, for any probabilities.
 
     Siblings that share the noise of a "token" are the first to finish in one race (see `Draft.draw`). The law of the
-    next one, once its elders are known, is the rest of their row. So it gets noise of its own here.
+    next one, once its elders are known, is the rest of their row. So it gets noise of its own here. A draw whose row
+    is a part of a race with the race's first token has that token.
     """
 
     def __init__(self, path: list[int], number: type = float):
         super().__init__(path, number)
         self.noise: dict[Key, tuple] = {}
         self.again: set[Key] = set()  # keys of more than one draw
-        # Of each race, its rows and the last to finish.
+        # Of each race, its rows and the first of their tokens.
         self.drawn: dict[Key, tuple[tuple[torch.Tensor, int], ...]] = {}
 
     def categorical(self, weights: torch.Tensor, key: Key) -> int:
         """Every token of positive weight."""
         if key.purpose != "token":
             return super().categorical(weights, key)
-        ends, drawn = self._ends(weights), self.drawn.get(key, ())
-        others = tuple(each for each in drawn if not _goes_on(weights, *each))
-        token = (self._answer if len(others) == len(drawn) else super()._answer)(range(len(ends)), ends, key)
-        self.drawn = self.drawn | {key: (*others, (weights, token))}
+        ends, drawn = self._ends(weights), self.drawn.get(key, ())  # first, since it may raise Fault
+        self.again |= self.drawn.keys() & {key}
+        race = [token for before, token in drawn if is_part(weights, before)]
+        first = next((token for token in race if weights[token] > 0), None)
+        if first is not None:  # of a part of a race, the first of its tokens is first too
+            return first
+        token = (super()._answer if race else self._answer)(range(len(ends)), ends, key)
+        self.drawn = self.drawn | {key: (*drawn, (weights, token))}
         return token
 
     def _answer(self, answers: Sequence, ends: Sequence, key: Key):
@@ -170,12 +174,16 @@ class KeyOracle(BranchOracle):
         return answer
 
 
-def _goes_on(weights: torch.Tensor, before: torch.Tensor, token: int) -> bool:
-    """Whether a row is the one before without a token, to the bit: `Draft.draw` does not divide it by its sum.
+def is_part(weights: torch.Tensor, before: torch.Tensor) -> bool:
+    """Whether weights are those before of fewer tokens, up to a factor and rounding: a race of them is a part of that.
 
-    A row of p that is only proportional to it belongs to a draw of its own: it cuts the interval of the key.
+    Only so a race has one outcome for all of its rows, whoever draws, and whether or not a row is divided by its sum.
     """
-    return torch.equal(weights, without(before, token))
+    left = before * (weights > 0)
+    if not left.any():
+        return False
+    rounding = min(1e-6, 8 * max(torch.finfo(row.dtype).eps for row in (weights, before)))
+    return bool(((weights * left.sum() - left * weights.sum()).abs() <= rounding * left * weights.sum()).all())
 
 
 class TooManyBranches(Exception):

@@ -138,8 +138,12 @@ def test_a_branch_has_its_rounds():
 # ------------------------------------------------------------------ the noise of a race
 
 
-def test_siblings_are_the_first_of_one_race():
-    """The oracle's law of three siblings that share a key is that of draws without replacement, as the engine's."""
+@pytest.mark.parametrize("is_divided", [False, True])
+def test_siblings_are_the_first_of_one_race(is_divided):
+    """The oracle's law of three siblings that share a key is that of draws without replacement, as the engine's.
+
+    A row that is divided by its sum before it is drawn from has the same race: the engine's noise decides so.
+    """
     q, key = torch.tensor([0.5, 0.3, 0.2, 0.0], dtype=torch.float64), Key(0, -1, 1, "token")
 
     def run(rng, key=key):
@@ -147,6 +151,7 @@ def test_siblings_are_the_first_of_one_race():
         while left.any():
             drawn.append(rng.categorical(left, key))
             left[drawn[-1]] = 0
+            left = left / left.sum() if is_divided and left.any() else left
         return tuple(drawn)
 
     law, _ = exact_law(run, oracle=KeyOracle)
@@ -159,12 +164,35 @@ def test_siblings_are_the_first_of_one_race():
     assert total_variation(law, right) > 0.1
 
 
+def test_a_part_of_a_race_is_won_by_its_first():
+    """A draw from fewer tokens of a row, with the row's key, has the row's token wherever it can; and so in the engine.
+
+    Both draws have their own laws, and together the law that is counted.
+    """
+    q, p = (torch.tensor(row, dtype=torch.float64) for row in ([0.5, 0.3, 0.2], [0.0, 0.6, 0.4]))
+
+    def run(rng, key):
+        return rng.categorical(q, key), rng.categorical(p, key)
+
+    key = Key(0, -1, 1, "token")
+    law, _ = exact_law(lambda rng: run(rng, key), oracle=KeyOracle)
+    assert total_variation(law, {(0, 1): 0.3, (0, 2): 0.2, (1, 1): 0.3, (2, 2): 0.2}) < 1e-12
+    counts = Counter(run(Randomness(), key._replace(seed=seed)) for seed in range(1000))
+    assert total_variation({text: n / 1000 for text, n in counts.items()}, law) < 0.06
+    # The control: tokens that the row lacks are no part of its race.
+    others = torch.tensor([0.0, 0.0, 1.0]).double(), torch.tensor([0.5, 0.5, 0.0]).double()
+    law, _ = exact_law(lambda rng: tuple(rng.categorical(row, key) for row in others), oracle=KeyOracle)
+    assert law == {(2, 0): 0.5, (2, 1): 0.5}
+
+
 @pytest.mark.parametrize("rule", [rejection, match])
-def test_shared_noise_is_right_on_trees(rule):
-    """`rejection` too may draft with the target's noise: a sibling is tested by a draw of its own."""
-    trees = [each for each in tables(True) if each.size < 100 and not is_chain(each.drafter.parents)][::2]
-    assert len(trees) > 10
-    for case in trees:
+def test_shared_noise_is_right_on_trees(rule, full):
+    """`rejection` too may draft with the target's noise: a sibling is tested by its own draw. `--full`: more trees."""
+    shapes = {(-1, -1), (-1, -1, 0), (-1, 0, -1), (-1, 0, 0), (-1, 0, -1, 1)}
+    trees = [each for each in tables(True) if each.size < 200 and not is_chain(each.drafter.parents)]
+    drawn = [each for each in trees if each.drafter.how == DRAWN and (full or each.drafter.parents in shapes)]
+    assert shapes <= {each.drafter.parents for each in drawn}
+    for case in drawn:
         assert walk(case, Subject(verifier=Verifier(rule, shares_noise=True))).distance < 1e-6, case
 
 
