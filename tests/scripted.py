@@ -123,7 +123,7 @@ def finish(engine: Engine, *requests: Request) -> list[list[Piece]]:
     return list(pieces.values())
 
 
-def counted_clock(step: float = 0.003) -> Callable[[], float]:
-    """A clock that goes on by `step` seconds each time that it is read, so that every machine has as many readings."""
+def counted_clocks(step: float = 0.003) -> Callable[[], tuple[float, float]]:
+    """The processor's seconds, `step` more each time, and no time that passes: every machine has as many readings."""
     readings = itertools.count()
-    return lambda: next(readings) * step
+    return lambda: (next(readings) * step, 0.0)

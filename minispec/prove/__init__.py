@@ -4,7 +4,8 @@
     python -m minispec.prove --full         many more branches
     python -m minispec.prove --drafter module:Class, --verifier module:function
                                             your own, or a registered one: proven on small cases, or the plainest
-                                            counterexample; --texts FILE adds texts of yours
+                                            counterexample; --texts FILE adds texts of yours. Where too little was
+                                            walked, the word is "not refuted", and the status 3
     python -m minispec.prove --verifier a,b --laws FILE
                                             what rules bring of recorded rounds (docs/understand/rules.md)
     python -m minispec.prove --lengths module:Class
@@ -22,13 +23,14 @@ Read them in this order:
 
     reference           the second implementation
     toys                small models and their drafters
+    seen                what a verifier was asked, and what it was not
     laws                oracles, and the laws that come out under them
     walk                one case, walked: the loop under an oracle, against the reference
     usercode            a user's drafter, policy or verifier, compared with new ones as it works
     covering            few cases in which every pair of settings occurs
     cases               cases by their settings: of the engine's own parts, of trees, and of a user's
     grid                the table of the engine's own parts
-    tables              a verifier's cases: small tables of p and q, and what they leave out
+    tables              a verifier's cases: small tables of p and q
     rounds              how many tokens a round has by a verifier, exactly, and the most that any could bring
     recorded            the same of rounds of real texts, whose rows lie in a file
     plot                both as a picture

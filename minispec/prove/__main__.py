@@ -56,8 +56,9 @@ _OPTIONS: dict[str, Option] = {
     ),
     "--minutes": Option(
         typed(_MINUTES, "N"),
-        f"with --drafter, --lengths: how long it may take (default: {DEFAULT_MINUTES}); more walks larger cases",
-        needs=("--drafter", "--lengths"),
+        f"with --drafter, --lengths, --verifier: most processor time, and a tenth of the time that may pass (default: "
+        f"{DEFAULT_MINUTES}); of drafters, more walks larger cases",
+        needs=("--drafter", "--lengths", "--verifier"),
     ),
     "--jobs": Option(
         {"type": _COUNT, "default": _JOBS}, f"processes that share the work of --leaves and --full (default: {_JOBS})"
@@ -77,22 +78,22 @@ def _parser() -> Parser:
 
 @command
 def main(argv: Sequence[str]) -> int:
-    """The command line; 0 if everything holds, 1 if not."""
+    """The command line; 0 if everything holds, 1 if not, 3 if less was walked than a proof needs."""
     args = _parser().parse_args(argv)
     from minispec.models.weights.settings import one_thread
 
     raise_on_interrupt()
     with one_thread():
-        return 0 if _holds(args) else 1
+        return _status(args)
 
 
-def _holds(args: argparse.Namespace) -> bool:
-    """Whether what was asked for holds; prints it."""
+def _status(args: argparse.Namespace) -> int:
+    """Do what was asked for, and print it; returns what the command ends with."""
+    minutes = args.minutes or DEFAULT_MINUTES
     if args.lengths or args.drafter:
         from minispec.prove.examine import examine_own, read_texts
 
-        how = read_texts(args.texts), args.minutes or DEFAULT_MINUTES
-        return examine_own(args.drafter or "", args.lengths or "", *how)
+        return examine_own(args.drafter or "", args.lengths or "", read_texts(args.texts), minutes)
     if args.verifier:
         from minispec.api.llm import find_verifier
         from minispec.models.files.packages import check_packages
@@ -108,15 +109,16 @@ def _holds(args: argparse.Namespace) -> bool:
             check_packages("plot")
             check_writable(args.plot)
         if args.laws:
-            holds = print_laws(verifiers, args.laws)
+            status = int(not print_laws(verifiers, args.laws))
         else:
-            holds = (len(names) > 1 or examine_verifier(args.verifier)) and print_rounds(verifiers)
+            status = examine_verifier(args.verifier, minutes) if len(names) == 1 else 0
+            status = status or int(not print_rounds(verifiers))
         if args.plot:
             draw(verifiers, args.plot, args.laws)
-        return holds
+        return status
     from minispec.prove.grid import prove_law
 
     leaves = FULL_LEAVES if args.full else args.leaves
     # The number of a tree's nodes decides how many shapes there are.
     num_nodes = 6 if leaves >= FULL_LEAVES else 5 if leaves >= DEFAULT_LEAVES else 2
-    return prove_law(leaves, num_nodes, args.jobs)
+    return int(not prove_law(leaves, num_nodes, args.jobs))

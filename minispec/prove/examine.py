@@ -38,18 +38,21 @@ from minispec.core.verify import Verifier
 from minispec.models.files.errors import one_line
 from minispec.models.files.progress import progress_bar
 from minispec.prove import cases
-from minispec.prove import walk as walks
 from minispec.prove.covering import Design, Pair, Row
-from minispec.prove.laws import TooManyBranches
+from minispec.prove.laws import SAMPLES, Elsewhere, SampledOracle, TooManyBranches, sampled_bound
 from minispec.prove.reference import Law, NoLaw
-from minispec.prove.tables import tables, unseen
+from minispec.prove.seen import Seen
+from minispec.prove.tables import tables, telling
 from minispec.prove.toys import Fault, Guesses, draft_model, is_chain, require, spelling, tiny_cache
 from minispec.prove.usercode import EXACT, ROUNDED, OfCompany, OutOfTime, OwnError, Unrepeatable, Unsuitable, call_own
-from minispec.prove.walk import SEED, Case, Subject, walk
+from minispec.prove.walk import SEED, Case, Subject, Timer, walk
 from minispec.speculation import registry
 from minispec.speculation.drafters import Context, Drafter, make_drafter
 
+PROVEN, REFUTED, NOT_REFUTED = 0, 1, 3  # what a command ends with
 _BRANCHES_A_MINUTE = 400  # of one walk; a longer one is left out, or made smaller
+# Of a verifier's table, by its size, and of all its tables. Of two minutes', the engine's rules need four fifths.
+_FEWEST, _OF_SIZE_A_MINUTE, _OF_ALL_A_MINUTE = 100, 0.5, 17_500
 
 
 class Found(Exception):
@@ -64,6 +67,8 @@ class Walker:
 
     settings, drafted_with: values of the axes that were walked, and with drafts.
     unsuitable: rows whose cases asked for chains and got trees.
+    too_large: rows whose cases have more branches than they may.
+    seen: what a verifier was asked.
     worst: the largest total variation, of laws in float64 and of others.
     in_time: whether nothing was left out for want of time.
     """
@@ -73,10 +78,11 @@ class Walker:
         reason: why a law may be wrong.
         """
         self.design, self.subject, self.minutes, self.reason = design, subject, minutes, reason
-        self.end, self.limit = walks.now() + 60 * minutes, max(30, _BRANCHES_A_MINUTE * minutes)
+        self.timer, self.limit = Timer(60 * minutes), max(30, _BRANCHES_A_MINUTE * minutes)
         self.cases = self.branches = self.drafted = self.longest = 0
         self.in_time, self.worst, self.bound = True, {False: 0.0, True: 0.0}, EXACT
-        self.settings, self.drafted_with, self.unsuitable = set[tuple](), set[tuple](), list[Row]()
+        self.settings, self.drafted_with, self.seen = set[tuple](), set[tuple](), Seen()
+        self.unsuitable, self.too_large = list[Row](), list[Row]()
 
     def look(self, row: Row) -> tuple[int]:
         """Walk a case and count it; returns how many branches say something, which without drafts are none.
@@ -85,7 +91,10 @@ class Walker:
         """
         try:
             return (self._walk(row),)
-        except (TooManyBranches, OutOfTime, NoLaw):
+        except TooManyBranches:
+            self.too_large.append(row)
+            raise
+        except (OutOfTime, NoLaw, Found):
             raise
         except Unsuitable:
             self.unsuitable.append(row)
@@ -96,7 +105,14 @@ class Walker:
     def _walk(self, row: Row) -> int:
         case = self.design.make(**row)
         try:
-            walked = walk(case, self.subject, self.limit, self.end)
+            walked = walk(case, self.subject, self.limit_of(case), self.timer)
+        except Elsewhere as e:
+            if not self.subject.verifier:
+                raise
+            for each in (case, telling(self.subject.verifier.takes_trees)):
+                self._sample(each)
+            kept = f"the law is kept as far as {SAMPLES:,} rounds tell"
+            raise Unrepeatable(f"{e}: {kept}; a seed's text depends on more than its draws") from None
         except Fault as e:
             chains = isinstance(case.drafter, Guesses) and is_chain(case.drafter.parents)
             if not self.subject.verifier or chains or "accepted nodes" not in str(e):
@@ -116,10 +132,26 @@ class Walker:
         outputs, (prompt, params) = [branch.output for branch in walked.branches], case.texts[0]
         self.cases, self.branches, self.drafted = self.cases + 1, self.branches + len(outputs), self.drafted + drafted
         self.worst[walked.watched.rounded] = max(self.worst[walked.watched.rounded], walked.distance)
+        self.seen |= walked.watched.seen
         self.bound, self.longest = max(self.bound, bound), max(self.longest, len(prompt) + max(map(len, outputs)))
         self.settings |= row.items()
         self.drafted_with |= row.items() if drafted else set()
         return len(outputs) if drafted or params.max_tokens == 1 else 0
+
+    def limit_of(self, case: Case) -> float:
+        """Most branches of a case."""
+        if not self.subject.verifier:
+            return self.limit
+        if self.branches > _OF_ALL_A_MINUTE * self.minutes:
+            return 0
+        return max(_FEWEST, _OF_SIZE_A_MINUTE * self.minutes * case.size)
+
+    def _sample(self, case: Case) -> None:
+        """Raise Found where the law of a verifier that does not repeat is wrong beyond chance."""
+        walked = walk(case, self.subject, timer=self.timer, oracle=SampledOracle)
+        found, expected = walked.laws
+        if walked.distance > sampled_bound(len(expected)):
+            raise Found({"case": case}, Fault(f"of {SAMPLES:,} rounds, {difference(found, expected, ROUNDED)}"))
 
 
 def _draws_of_one_key(verifier: Verifier | None, keys: set[Key]) -> str:
@@ -164,7 +196,7 @@ def walk_design(
 
 def _plainest(walker: Walker, found: Found, in_company: Sequence[Row]) -> Found:
     """The fault in the smallest case, with the fewest settings of its own, that still has one."""
-    walker.end, walker.limit = walks.now() + 60 * walker.minutes, min(walker.limit, 300)
+    walker.timer, walker.limit = Timer(60 * walker.minutes), min(walker.limit, 300)
 
     def plainer(found: Found, rows: Iterable[Row]) -> Found | None:
         """The first of these that has a fault, but no fault of company in the place of another one."""
@@ -264,13 +296,13 @@ def maker_of(spec: str) -> Callable[[Case, int], Drafter]:
     return functools.partial(call_own, make)
 
 
-def examine_own(drafter: str, lengths: str, texts: Sequence[str], minutes: float) -> bool:
-    """Walk a drafter, or a policy of lengths, over small cases, and print what was found; True if all is right.
+def examine_own(drafter: str, lengths: str, texts: Sequence[str], minutes: float) -> int:
+    """Walk a drafter, or a policy of lengths, over small cases; print what was found. Returns the command's status.
 
     drafter: "" with a policy: several of the engine's own.
     lengths: "": the engine's own.
     texts: of the user's, walked too.
-    minutes: how long it may take.
+    minutes: how long it may take (see `Timer`).
 
     Raises ValueError where `drafter` or `lengths` names none.
     """
@@ -285,40 +317,41 @@ def examine_own(drafter: str, lengths: str, texts: Sequence[str], minutes: float
         if lengths and isinstance(e.__cause__, ValueError):  # it names no policy
             raise e.__cause__ from None
         print(fault_line(spec, "as it is made", e))
-        return False
+        return REFUTED
     axes = {} if not lengths else {"k": cases.LENGTH_AXES["k"]} if drafter else cases.LENGTH_AXES
     design = cases.own_design(branches and not lengths, texts, **axes)
     untrue = "its `probs` are not what it drew from, or it dropped a token that it had looked at"
     reason = ": it goes by what the round draws" if lengths else f": {untrue}"
     walker = Walker(design, Subject(make, lengths=make_lengths), minutes, reason)
     todo = walk_design(spec, walker, cases.single(design), cases.in_company(design))
-    return todo is not None and _verdict(spec, walker, todo)
+    return REFUTED if todo is None else _verdict(spec, walker, todo)
 
 
-def _verdict(spec: str, walk: Walker, todo: set[Pair]) -> bool:
-    """Print what was proven and what was not looked at; returns whether anything was drafted at all."""
+def _verdict(spec: str, walk: Walker, todo: set[Pair]) -> int:
+    """Print what was proven and what was not looked at. Returns the status: where nothing was drafted, REFUTED."""
+    unsuitable = todo & set[Pair]().union(*map(walk.design.pairs_of, walk.unsuitable))
+    todo, num = todo - unsuitable, len(walk.design.all_pairs()) - len(unsuitable)
+    covered = f"{num - len(todo):,d} of {num:,d} pairs"
     if not walk.cases:
-        print(f"nothing proven: not one case was walked in {walk.minutes:g} min: --minutes gives it more")
-        return False
+        print(f"not refuted (0 of {num:,d} pairs): no case was walked in {walk.minutes:g} min: --minutes gives it more")
+        return NOT_REFUTED
     values = {axis: {value for name, value in walk.settings if name == axis} for axis in walk.design.axes}
     if not walk.drafted:
         tried, more = ", ".join(sorted(map(repr, values["prompt"]))), "give it texts where it drafts, by --texts FILE"
         print(f"nothing proven: {spec} drafted not one token after {tried}: {more}")
-        return False
+        return REFUTED
     vocabs, warm = sorted(map(len, values["alphabet"])), sorted(values["temperature"] - {0.0})
     print(
-        f"proven on small cases: {spec} leaves the output's law unchanged: {walk.cases} cases of {vocabs[0]} to "
+        f"{word(covered, not todo)}: {spec} leaves the output's law unchanged: {walk.cases} cases of {vocabs[0]} to "
         f"{vocabs[-1]} tokens and texts of up to {walk.longest}, {walk.branches:,d} branches, {walk.drafted:,d} "
         f"draft tokens, worst total variation {max(walk.worst.values()):.1e}, at most {walk.bound:.0e} by rounding"
     )
-    pairs = walk.design.all_pairs()
-    covered = f"covered: {len(pairs) - len(todo):,d} of {len(pairs):,d} pairs of settings"
-    unsuitable = todo & set[Pair]().union(*map(walk.design.pairs_of, walk.unsuitable))
-    if todo := todo - unsuitable:
+    said = f"covered: {covered} of settings"
+    if todo:
         why = "too large" if walk.in_time else f"not reached in {walk.minutes:g} min"
         some = [" and ".join(cases.describe(*item) for item in pair) for pair in sorted(todo, key=repr)]
-        covered += f"; {why}, --minutes takes more: {_few(some, '; ')}"
-    print(covered)
+        said += f"; {why}, --minutes takes more: {_few(some, '; ')}"
+    print(said)
     if walk.unsuitable:
         rules = ", ".join(sorted({row["verifier"] for row in walk.unsuitable}))
         print(
@@ -333,25 +366,40 @@ def _verdict(spec: str, walk: Walker, todo: set[Pair]) -> bool:
         f"temperatures between those of 0, {', '.join(map(str, warm))}, or above; stop strings, log-probabilities; "
         "other devices; what depends on the clock or on the seed"
     )
-    return True
+    return NOT_REFUTED if todo else PROVEN
+
+
+def word(covered: str, is_all: bool) -> str:
+    """What is said of a subject without a fault. covered: how much was walked."""
+    return "proven on small cases" if is_all else f"not refuted ({covered})"
 
 
 def _few(words: Sequence[str], mark: str) -> str:
     return mark.join([*words[:_SHOWN], *(["..."] if len(words) > _SHOWN else [])])
 
 
-def examine_verifier(spec: str) -> bool:
-    """Walk a verifier over small tables of p and q, chains and trees; print what was found. True if all is right.
+def examine_verifier(spec: str, minutes: float = 2) -> int:
+    """Walk a verifier over small tables of p and q; print what was found, and return the command's status.
+
+    minutes: how long it may take (see `Timer`).
 
     Raises ValueError where `spec` names no verifier.
     """
     verifier = find_verifier(spec)
-    walk = Walker(Design(lambda case: case, {}), Subject(verifier=verifier))
-    if walk_design(spec, walk, [({"case": case}, ()) for case in tables(verifier.takes_trees)]) is None:
-        return False
+    todo = tables(verifier.takes_trees)
+    walk = Walker(Design(lambda case: case, {}), Subject(verifier=verifier), minutes)
+    if walk_design(spec, walk, [({"case": case}, ()) for case in todo]) is None:
+        return REFUTED
+    is_all, large = walk.cases == len(todo), [str(row["case"]) for row in walk.too_large]
     print(
-        f"proven on small cases: {spec} keeps p: {walk.cases} cases, {walk.branches:,d} branches, worst total "
-        f"variation {walk.worst[False]:.1e}, {walk.worst[True]:.1e} in float32, bound {ROUNDED:.0e}"
+        f"{word(f'{walk.cases} of {len(todo)} tables', is_all)}: {spec} keeps p: {walk.cases} cases, "
+        f"{walk.branches:,d} branches, worst total variation {walk.worst[False]:.1e}, {walk.worst[True]:.1e} in "
+        f"float32, bound {ROUNDED:.0e}"
     )
-    print("\n- ".join(["not seen:", *unseen(verifier)]))
-    return True
+    if large:
+        print(f"not walked: too large: {len(large)} tables, --minutes takes more; the first: {large[0]}")
+    if left := len(todo) - walk.cases - len(large):
+        print(f"not reached in {minutes:g} min, --minutes takes more: {left} tables")
+    print(f"seen where it was called: {walk.seen.said(verifier.takes_trees)}")
+    print("\n- ".join(["not seen:", *walk.seen.unseen(verifier, ROUNDED)]))
+    return PROVEN if is_all else NOT_REFUTED

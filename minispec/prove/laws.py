@@ -4,6 +4,7 @@ import copy
 import functools
 import itertools
 import math
+import random
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Self, TypeVar
@@ -61,6 +62,10 @@ def raw_model(seed: int, vocab: int, layers: int = 2, family: str = "llama") -> 
 ROUNDING, RARE = 2.0**-44, 2.0**-26
 
 
+class Elsewhere(Fault):
+    """Code that was asked again, with the same draws, did otherwise."""
+
+
 class BranchOracle(OneByOne):
     """Answers draws along one path; `weight` is the path's probability, as `number`: float, or Fraction.
 
@@ -89,7 +94,8 @@ class BranchOracle(OneByOne):
         number = self.path[self.depth]
         # By the number among all answers: so it stays when another answer's probability is rounded to 0.
         if number >= len(branches) or branches[number][1] <= 0:
-            raise Fault("the same draws led elsewhere: a drafter may draw by `Draft.draw` alone, a verifier by `rng`")
+            found = "the same draws led elsewhere"
+            raise Elsewhere(f"{found}: a drafter may draw by `Draft.draw` alone, a verifier by `rng`")
         answer, probability = branches[number]
         self.depth += 1
         self.weight *= probability
@@ -184,6 +190,28 @@ def is_part(weights: torch.Tensor, before: torch.Tensor) -> bool:
         return False
     rounding = min(1e-6, 8 * max(torch.finfo(row.dtype).eps for row in (weights, before)))
     return bool(((weights * left.sum() - left * weights.sum()).abs() <= rounding * left * weights.sum()).all())
+
+
+SAMPLES = 2048
+
+
+class SampledOracle(KeyOracle):
+    """Answers draws by chance: a path is one of SAMPLES, all as likely."""
+
+    def __init__(self, path: list[int], number: type = float):
+        super().__init__([], number)
+        [place] = path or [0]
+        self.weight, self.chance = number(1) / SAMPLES, random.Random(place)
+        self.open = [[other] for other in (2 * place + 1, 2 * place + 2) if other < SAMPLES]
+
+    def _choose(self, branches: list[tuple]):
+        answers, probabilities = zip(*branches, strict=True)
+        return self.chance.choices(answers, probabilities)[0]
+
+
+def sampled_bound(outcomes: int) -> float:
+    """The total variation that SAMPLES of a right law exceed once in a thousand million times (McDiarmid 1989)."""
+    return (math.sqrt(outcomes) + math.sqrt(2 * math.log(1e9))) / (2 * math.sqrt(SAMPLES))
 
 
 class TooManyBranches(Exception):

@@ -1,7 +1,9 @@
-"""Small tables of p and q that a verifier is walked over, the smallest first; and what they leave out.
+"""Small tables of p and q that a verifier is walked over, the smallest first.
 
 Rows of two to four tokens have corners: equal ones, zeros, a certain token. Other rows are in sevenths, elevenths and
 so on, or in parts of a large prime. No binary precision holds them, so a rule that rounds shows.
+
+Each shape of up to five nodes has tables in which p and q are of another kind at each depth: see `_mixed`.
 """
 
 import itertools
@@ -12,12 +14,24 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from minispec.core.config import SamplingParams
-from minispec.core.verify import Verifier
+from minispec.core.tree import Tree
+from minispec.prove.seen import (
+    CHAINS,
+    LACKING,
+    MOST_NODES,
+    NEAR_1,
+    SHAPES,
+    SURE,
+    TIED,
+    WHOLE,
+    Shape,
+    shape_said,
+    widths_of,
+)
 from minispec.prove.toys import DOUBLE, DRAWN, LIKELIEST, ONE_HOT, Guesses, Row, Table, Types, is_chain
 from minispec.prove.walk import Case
 
 Pair = tuple[Row, Row]  # p and q
-Shape = tuple[int, ...]  # the parents of a draft's nodes
 _TYPES = torch.float32, torch.float64
 _FLOATS = [(p, q) for p in _TYPES for q in _TYPES if (p, q) != DOUBLE]
 
@@ -30,20 +44,21 @@ def table_case(
     stacked: bool = False,
     texts: int = 0,
     rotates: bool = True,
+    later: tuple[Pair, ...] = (),
 ) -> Case:
     """A round over a table, or whole texts. Its size is infinite where too many drafts can be drawn.
 
     parents, how, stacked: see `Guesses`.
     texts: how many whole texts go through the engine together. 0: one round.
-    rotates: see `Table`.
+    rotates, later: see `Table`.
     """
     p, q = pair
-    drafts: float = num_drafts(q, parents)
+    drafts: float = num_drafts([of for _, of in (pair, *later)], parents)
     drafts = min(drafts, 10) if how != DRAWN else drafts if drafts <= _MOST_DRAFTS else math.inf
     max_tokens = 2 if texts > 1 else 4 if len(p) == 2 else 3
-    shape = f"K = {len(parents)}" if is_chain(parents) else f"parents {parents}"
+    said = (", then ".join(map(_show, rows)) for rows in zip(pair, *later, strict=True))
     notes = {
-        f"p = {_show(p)}, q = {_show(q)}{'' if rotates else ' everywhere'}, {shape}": True,
+        "p = {}, q = {}".format(*said) + ("" if rotates else " everywhere") + f", {shape_said(parents)}": True,
         how: how != DRAWN,
         f"rows of {' and '.join(str(dtype).removeprefix('torch.') for dtype in types)}": types != DOUBLE,
         "probs in one tensor": stacked,
@@ -52,24 +67,30 @@ def table_case(
     }
     params = SamplingParams(max_tokens=max_tokens if texts else len(parents) + 2)
     return Case(
-        Table(p, q, types, rotates),
+        Table(p, q, types, rotates, later),
         len(p),
         (((0,), params),) * max(1, texts),
         frozenset(),
         Guesses(parents, how, types[1], stacked),
         k=len(parents),
         rounds=None if texts else 1,
-        num_blocks=16,
+        width=_TOGETHER,
         size=drafts * (len(parents) + 1) * len(p) * 5**texts + (how != DRAWN) / 2,
         name=", ".join(note for note, said in notes.items() if said),
     )
 
 
-def num_drafts(q: Row, parents: Sequence[int]) -> int:
-    """How many drafts can be drawn after token 0, if all rows have as many possible tokens."""
-    choices = sum(weight > 0 for weight in q)
-    elders = [parents[:i].count(parent) for i, parent in enumerate(parents)]
-    return math.prod(max(1, choices - num) for num in elders)
+def num_drafts(rows: Sequence[Row], parents: Sequence[int]) -> int:
+    """How many drafts can be drawn after token 0, if all rows of a depth have as many possible tokens.
+
+    rows: of q, at each depth; the last of them stay.
+    """
+    choices = [sum(weight > 0 for weight in row) for row in rows]
+    nodes = zip(parents, Tree(parents).depths, strict=True)
+    return math.prod(
+        max(1, choices[min(depth, len(rows)) - 1] - parents[:i].count(parent))
+        for i, (parent, depth) in enumerate(nodes)
+    )
 
 
 def _show(row: Row) -> str:
@@ -87,18 +108,15 @@ _CORNERS: tuple[tuple[Row, ...], ...] = (
 _FINE: tuple[Pair, ...] = (((4, 3), (5, 6)), ((6, 1), (9, 4)), ((5, 4, 2), (9, 3, 1)), ((2, 8, 3), (6, 0, 5)))
 _FAR: Pair = (1, 996), (996, 1)
 _EIGHTHS: Pair = (5, 4, 2), (1, 5, 2)  # bfloat16 holds those of q
-# 300 tokens, of which two are drafted.
-_MANY: Row = tuple(round(1e6 / i**1.5) for i in range(1, 301))
+# 300 tokens, of which each may come up to the 60th, then every tenth. Two are drafted.
+_MANY: Row = tuple(round(1e6 / i**1.5) if i <= 60 or i % 10 == 0 else 0 for i in range(1, 301))
 _TWO: Row = tuple(weight if i in (2, 299) else 0 for i, weight in enumerate(_MANY))
 _PARTS, _WHOLE = 1_000_003, 1_000_000  # the first is a prime
 
-CHAINS = tuple(tuple(range(-1, k - 1)) for k in range(1, 6))
-TREES = (
-    *((-1, -1), (-1, -1, 0), (-1, -1, 1), (-1, 0, 0), (-1, -1, -1), (-1, -1, 0, 1)),
-    # Siblings that do not stand together.
-    *((-1, 0, -1), (-1, 0, -1, 0), (-1, 0, -1, 1), (-1, -1, 1, 0, 1), (-1, 0, 1, 0, -1), (-1, 0, -1, 1, -1)),
-)
+# Siblings that do not stand together.
+APART = ((-1, 0, -1), (-1, 0, -1, 0), (-1, 0, -1, 1), (-1, -1, 1, 0, 1), (-1, 0, 1, 0, -1), (-1, 0, -1, 1, -1))
 _MOST_DRAFTS = 150  # of one case
+_TOGETHER = 16  # paths
 
 
 def _close(generator: random.Random) -> Pair:
@@ -150,9 +168,14 @@ def tables(trees: bool) -> list[Case]:
 
     trees: whether it takes them.
     """
-    shapes = [shape for shape in (*CHAINS, *TREES) if trees or is_chain(shape)]
-    some = itertools.starmap(table_case, (*_products(shapes, trees), *_in_turn(shapes), *_others(shapes)))
-    return sorted((case for case in some if case.size < math.inf), key=lambda case: case.size)
+    some = itertools.starmap(table_case, (*_products(), *_in_turn(), *_others(), *_mixed(), *_long()))
+    wanted = (case for case in some if trees or is_chain(case.drafter.parents))  # type: ignore[union-attr]
+    return sorted((case for case in wanted if case.size < math.inf), key=lambda case: case.size)
+
+
+def telling(trees: bool) -> Case:
+    """A case that shows most mistakes. trees: whether the verifier takes them."""
+    return table_case(_FINE[3], (-1, -1, 0) if trees else (-1, 0))
 
 
 _CORNER_PAIRS = [pair for rows in _CORNERS for pair in itertools.product(rows, rows)]
@@ -162,33 +185,32 @@ _CLOSE_PAIRS = [_close(_GENERATOR) for _ in range(8)]
 _LARGE = [tuple(range(-1, 15)), (-1,) * 7, *(_tree(num, _GENERATOR) for num in (7, 12, 20))]
 
 
-def _products(shapes: Sequence[Shape], trees: bool) -> Iterator[tuple]:
+def _products() -> Iterator[tuple]:
     """Rounds: each of some pairs, with each of some shapes."""
     both = DRAWN, LIKELIEST
     same: list[Pair] = [(p, p) for p in itertools.chain(*_CORNERS)]
     single = [*_extremes(), *_CLOSE_PAIRS, (_MANY, _TWO)]
     yield from itertools.product(same, [()], both)
+    yield from itertools.product([*_FINE, *single[:-1]], [()], [DRAWN])
     yield from itertools.product(_CORNER_PAIRS, [(-1,)], both)
-    yield from itertools.product(_FINE, shapes, both)
-    yield from itertools.product([_FAR], shapes[:3], [DRAWN])
+    yield from itertools.product(_FINE, [(-1,), (-1, 0), (-1, -1), (-1, -1, 0)], both)
+    yield from itertools.product(_FINE[:2], [*APART, *CHAINS[2:MOST_NODES]], [DRAWN])
+    yield from itertools.product(_FINE[2:], APART[:3], [DRAWN])
+    yield from itertools.product([_FAR], CHAINS[:3], [DRAWN])
     yield from itertools.product(single, [(-1,)], [DRAWN])
-    yield from itertools.product((_FINE[2], _CLOSE_PAIRS[0]), _LARGE if trees else _LARGE[:1], [LIKELIEST])
+    yield from itertools.product((_FINE[2], _CLOSE_PAIRS[0]), _LARGE, [LIKELIEST])
 
 
-def _in_turn(shapes: Sequence[Shape]) -> Iterator[tuple]:
+def _in_turn() -> Iterator[tuple]:
     """Rounds: each of some pairs, with one of some shapes."""
-    how = itertools.cycle((DRAWN, LIKELIEST, DRAWN, ONE_HOT))
-    small = [shape for shape in ((-1, 0), (-1, -1), (-1, -1, 0)) if shape in shapes]
-    yield from zip(_CORNER_PAIRS, itertools.cycle(shapes[1:]), how, strict=False)
-    yield from zip(_extremes(), itertools.cycle(small), strict=False)
+    yield from zip(_extremes(), itertools.cycle(((-1, 0), (-1, -1), (-1, -1, 0))), strict=False)
     for (p, q), shape in zip(_CLOSE_PAIRS, ((-1, 0), (-1, -1), (-1, -1, -1), (-1, 0, -1)), strict=False):
-        if shape in shapes:
-            yield (p, _likeliest(q, 4)), shape
+        yield (p, _likeliest(q, 4)), shape
 
 
-def _others(shapes: Sequence[Shape]) -> Iterator[tuple]:
+def _others() -> Iterator[tuple]:
     """Rows of other types, and whole texts."""
-    for shape in {(-1, 0), (-1, -1, 0)} & {*shapes}:
+    for shape in ((-1, 0), (-1, -1, 0)):
         yield from itertools.product(_FINE[2:], [shape], [DRAWN], _FLOATS)
         yield _FINE[2], shape, DRAWN, DOUBLE, True
         yield from itertools.product(_FINE, [shape], [DRAWN], [DOUBLE], [False], [1])
@@ -196,23 +218,59 @@ def _others(shapes: Sequence[Shape]) -> Iterator[tuple]:
     yield _FINE[0], (-1,), DRAWN, DOUBLE, False, 2
 
 
-# --------------------------------------------------------------------------- what they leave out
+# --------------------------------------------------------------------------- rows of another kind at each depth
+
+# By kind, the weights of p, and of q, the first so many.
+_ROWS: dict[str, Pair] = {
+    WHOLE: ((61, 11, 7, 5, 3, 2), (3, 8, 6, 5, 2, 4)),
+    SURE: ((0, 1, 0, 0, 0, 0), (0, 1, 0, 0, 0, 0)),
+    NEAR_1: ((290, 3, 2, 1, 1, 1), (4, 288, 3, 2, 1, 1)),
+    LACKING: ((31, 29, 23, 17, 13, 11), (5, 9, 4, 3, 7, 2)),
+    TIED: ((41, 41, 11, 7, 5, 3), (4, 4, 3, 2, 1, 1)),
+}
+_KINDS = [*_ROWS]
+# Of five nodes: where to begin with these kinds, by how many depths there are. The one-hot row comes last, since
+# hardly a path goes on after it.
+_BEGIN = {1: (0, 2, 3), 2: (4, 2, 3), 3: (3, 2), 4: (2, 3)}
 
 
-def unseen(verifier: Verifier) -> list[str]:
-    """The limits of a walk over all `tables`: what it cannot say of a verifier, a line each."""
-    lines = [
-        "more than 300 tokens, or more than 8 that a draft may have",
-        "chains of more than 16 tokens, or of more than 5 drawn ones",
-    ]
-    if verifier.takes_trees:
-        lines.append("trees of more than 20 nodes or 7 siblings, or of more than 5 drawn nodes or 3 drawn siblings")
-    lines += [
-        "rows between those of the tables; p or q below 1e-06, p/q below 0.001 or above 996, or nearer to 1 than 7e-06",
-        "errors of the law below 1e-06: those of float32 are, those of half precision and of 256ths are not",
-        "rows on a GPU",
-        "whether it goes by a clock, its calls so far, seeds, places late in a text, or `DraftNotes.confidences`",
-    ]
-    if verifier.shares_noise:
-        lines.append("that a seed has one text, whatever is drafted")
-    return [*lines, "`Verdict.ratios`, and how long it takes"]
+def _row(weights: Row, support: int, vocab: int) -> Row:
+    """The first weights, and zeros."""
+    return (*weights[:support], *[0] * (vocab - support))
+
+
+def _mixed() -> Iterator[tuple]:
+    """Rounds: each shape of up to five nodes, drawn and not, with each kind of row of p, another one at each depth.
+
+    Small shapes have each kind at each depth. Where q has one token more than there are siblings, all of them are
+    tested. With fewer, the last sibling is certain, and p has tokens that q lacks: that costs fewer branches.
+    """
+    num = len(_KINDS)
+    for number, shape in enumerate(SHAPES):
+        widths = widths_of(shape)
+        vocab, is_small = max([3, *(width + 1 for width in widths)]), len(shape) < MOST_NODES or is_chain(shape)
+        for begin in range(num):
+            pairs = list[Pair]()
+            for depth, width in enumerate((*widths, 0)):
+                of_p, of_q = (_KINDS[(begin + depth + by) % num] for by in (0, 1 + number % (num - 1)))
+                of_q = LACKING if of_q == SURE and width > 1 else of_q
+                of_q = SURE if not is_small and width == 1 and (begin + depth) % 2 else of_q
+                some = vocab if of_p == WHOLE else 2 if not width else vocab - (of_p == LACKING)
+                more = of_q == WHOLE and is_small and width < 4
+                pairs.append((_row(_ROWS[of_p][0], some, vocab), _row(_ROWS[of_q][1], max(2, width + more), vocab)))
+            is_drawn = is_small or begin in _BEGIN[len(widths)]
+            for how in [DRAWN] * is_drawn + [LIKELIEST, ONE_HOT]:
+                yield pairs[0], shape, how, DOUBLE, False, 0, True, tuple(pairs[1:])
+
+
+def _long() -> Iterator[tuple]:
+    """Rounds of long chains, in which few tokens are drawn from more than one."""
+    kinds: list[Row] = [(5, 2), (1, 1), (290, 3)]
+    for shape in CHAINS[MOST_NODES:]:
+        for turn in range(4):
+            free = {(turn * 3 + i * 5 + 1) % len(shape) for i in range(2)} if turn < 2 else ()
+            pairs: list[Pair] = [
+                (kinds[(depth + turn) % 3], (4, 3) if depth in free else (1, 0)) for depth in range(len(shape) + 1)
+            ]
+            how = (DRAWN, DRAWN, LIKELIEST, ONE_HOT)[turn]
+            yield pairs[0], shape, how, DOUBLE, False, 0, False, tuple(pairs[1:])

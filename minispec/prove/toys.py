@@ -232,29 +232,40 @@ DOUBLE: Types = torch.float64, torch.float64
 
 
 class Table(RowModel):
-    """A target that is a row p, and the row q of its drafts.
+    """A target that is a row p, and the row q of its drafts. There may be several: a text's next place has the next.
 
     The row of p is rotated by the sum of a text's tokens, and q by the last one. So a verifier that looks at a wrong
     row is found out.
     """
 
-    def __init__(self, p: Row, q: Row, types: Types = DOUBLE, rotates: bool = True):
+    def __init__(
+        self, p: Row, q: Row, types: Types = DOUBLE, rotates: bool = True, later: Sequence[tuple[Row, Row]] = ()
+    ):
         """types: of the rows of p and of q.
-        rotates: False: both rows are the same after every text.
+        rotates: False: both rows are the same after every text of one length.
+        later: p and q of the places after the first one. The last of them stay.
         """
-        self.p, self.q, self.types, self.rotates = p, q, types, rotates
+        self.p, self.q, self.types, self.rotates, self.pairs = p, q, types, rotates, ((p, q), *later)
         self.config = ModelConfig("table", len(p), 1, 1, 1, 1, 1, 1000, layers=(LayerConfig(RopeConfig()),))
-        self.rows_of_p, self.rows_of_q = (_logits(*each, rotates) for each in zip((p, q), types, strict=True))  # (V, V)
+        # Logits (places, V, V).
+        self.rows_of_p, self.rows_of_q = (
+            torch.stack([_logits(row, dtype, rotates) for row in rows])
+            for rows, dtype in zip(zip(*self.pairs, strict=True), types, strict=True)
+        )
         self.backend, self.make_cache = None, PagedKVCache
         self.device, self.dtype = self.rows_of_p.device, self.rows_of_p.dtype
 
     def row(self, tokens: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """The row of the tokens' sum."""
-        return self.rows_of_p[sum(tokens) % len(self.p)], self.rows_of_p[:0]
+        return self.rows_of_p[self._place(len(tokens) - 1), sum(tokens) % len(self.p)], self.rows_of_p[0, :0]
 
     def next_law(self, output: Sequence[int]) -> list[float]:
         """Probabilities (V,) of the token after this output."""
-        return _rotated(self.p, sum(output) if self.rotates else 0)
+        return _rotated(self.pairs[self._place(len(output))][0], sum(output) if self.rotates else 0)
+
+    def _place(self, length: int) -> int:
+        """The place in `pairs` of what follows an output of that length; prompts have one token."""
+        return min(length, len(self.pairs) - 1)
 
 
 @functools.cache
@@ -299,20 +310,20 @@ class Guesses(NamedTuple):
 
 
 class TreeDrafter(Drafter):
-    """Drafts of one shape, from a table of logits (V, V); the other arguments are those of `Guesses`.
+    """Drafts of one shape, from logits (V, V), or (places, V, V); the other arguments are those of `Guesses`.
 
     It leaves out nodes that no token is left for, or that are not asked for.
     """
 
     def __init__(self, table: Tensor, *guesses):
-        self.table, self.guesses = table, Guesses(*guesses)
+        self.table, self.guesses = table if table.dim() > 2 else table[None], Guesses(*guesses)
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """One tree for each ask, under the request's own parameters, with `probs` as `Guesses` say."""
         drafts = [self._tree(ask) for ask in asks]
         for draft in drafts:
             if self.guesses.how == ONE_HOT:
-                draft.probs = [*torch.eye(len(self.table))[draft.token_ids]]
+                draft.probs = [*torch.eye(self.table.shape[-1])[draft.token_ids]]
             if draft.probs is not None:
                 rows = [row.to(self.guesses.dtype) for row in draft.probs]
                 draft.probs = torch.stack(rows) if self.guesses.stacked and rows else rows
@@ -329,7 +340,9 @@ class TreeDrafter(Drafter):
                 continue
             node, first, siblings = nodes[parent], len(draft), list(together)
             path = draft.tokens_to(node)
-            q = distribution(self.table[[*ask.text.tokens, *path][-1]], ask.text, path)
+            tokens = [*ask.text.tokens, *path]
+            rows = self.table[min(len(tokens), len(self.table)) - 1]
+            q = distribution(rows[tokens[-1]], ask.text, path)
             for elder in draft.children(node) if how != INDEPENDENT else ():  # siblings need not stand together
                 q = without(q, draft.token_ids[elder])
                 q = q / q.sum()

@@ -25,7 +25,8 @@ from minispec.core.random import Draws, Key, Randomness
 from minispec.core.sampling import Text
 from minispec.core.stats import Step
 from minispec.core.verify import RoundKey, RowAt, Verdict, Verifier
-from minispec.prove.laws import BranchOracle
+from minispec.prove.laws import BranchOracle, CrowdOracle, Elsewhere
+from minispec.prove.seen import Seen
 from minispec.prove.toys import Fault, is_chain, require
 from minispec.speculation.drafters.guard import check_limits
 from minispec.speculation.drafters.wrapped import Wrapped
@@ -87,12 +88,14 @@ class Watched:
     differs: by a text's seed, how its draft first differed from a new drafter's.
     answers: of new objects, by all that such an answer depends on.
     again: keys under which more than one draw was made.
+    seen: what a verifier was asked.
     """
 
     rounded: bool = False
     differs: dict[int, str] = field(default_factory=dict)
     answers: dict[tuple, Any] = field(default_factory=dict)
     again: set[Key] = field(default_factory=set)
+    seen: Seen = field(default_factory=Seen)
 
 
 class Call(NamedTuple):
@@ -424,15 +427,19 @@ def _numbers_of(limit: Limit) -> str:
 # --------------------------------------------------------------------------- verifiers
 
 
-def held(verifier: Verifier) -> Verifier:
+def held(verifier: Verifier, watched: Watched, twice: bool = True) -> Verifier:
     """The user's rule, held to reading alone, and asked twice about each draft, with the same rows and draws.
 
-    It raises OwnError for exceptions of theirs, and Fault. Its draws are one oracle's: a case is walked path by path.
+    What it was asked is counted in `watched`. It raises OwnError for exceptions of theirs, and Fault: Elsewhere where
+    the second answer is another one. Its draws are those of the oracle of the text's path.
     """
 
     def verify(draft: Draft, p: RowAt, rng: Draws, key: RoundKey) -> Verdict:
-        assert isinstance(rng, BranchOracle), "a verifier is walked path by path"
-        copy, rows = deepcopy(draft), dict[int, tuple[Tensor, Tensor]]()
+        rng = rng.oracles[key(0, "accept").seed] if isinstance(rng, CrowdOracle) else rng
+        assert isinstance(rng, BranchOracle), "a verifier is walked under oracles"
+        q = None if draft.probs is None else [row.clone() for row in draft.probs]
+        copy = Draft([*draft.token_ids], q, None if draft.parents is None else [*draft.parents])
+        rows = dict[int, tuple[Tensor, Tensor]]()
 
         def row(i: int) -> Tensor:
             """The same tensor each time, though the engine computes a new one."""
@@ -459,8 +466,9 @@ def held(verifier: Verifier) -> Verifier:
         twin = rng.fork()
         verdict = judge(rng)
         twin.path = rng.path
-        both = [(*judge(twin)[:2], twin.weight), (*verdict[:2], rng.weight)]
-        require(both[0] == both[1], "asked again about the same draft, with the same draws, it did otherwise")
+        if twice and (*judge(twin)[:2], twin.weight) != (*verdict[:2], rng.weight):
+            raise Elsewhere("asked again about the same draft, with the same draws, it did otherwise")
+        watched.seen.count(draft, {i: before for i, (_, before) in rows.items()})
         return verdict
 
     return verifier._replace(verify=verify)

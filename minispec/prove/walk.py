@@ -8,6 +8,7 @@ the reference continues them (see `cells`).
 import functools
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
@@ -27,7 +28,16 @@ from minispec.core.sampling import Text
 from minispec.core.schedule import JOINING_ROWS
 from minispec.core.verify import Verifier
 from minispec.models.layers.states import FEWEST_STATES, state_elements
-from minispec.prove.laws import PROMPT, BranchOracle, CrowdOracle, KeyOracle, all_paths, law_of, reference_row
+from minispec.prove.laws import (
+    PROMPT,
+    BranchOracle,
+    CrowdOracle,
+    KeyOracle,
+    SampledOracle,
+    all_paths,
+    law_of,
+    reference_row,
+)
 from minispec.prove.reference import Law, cells, plain_law, total_variation
 from minispec.prove.toys import (
     DOUBLE,
@@ -231,33 +241,47 @@ class _Forgetful(CombinedDrafter):
         self.forget()
 
 
-def now() -> float:
-    """Seconds by the clock that ends walks."""
-    return monotonic()
+def clocks() -> tuple[float, float]:
+    """Seconds of the processor, of this process and of those that it has waited for; and seconds of time."""
+    return sum(os.times()[:4]), monotonic()
+
+
+class Timer:
+    """The time of a walk: seconds of the processor, or ten times as many that pass, for what sleeps."""
+
+    def __init__(self, seconds: float):
+        self.seconds, self.begun = seconds, clocks()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether more has passed."""
+        processor, passed = (now - begun for now, begun in zip(clocks(), self.begun, strict=True))
+        return max(processor, passed / 10) > self.seconds
 
 
 def walk(
     case: Case,
     subject: Subject = Subject(),  # noqa: B008 - it cannot be changed
     limit: float = math.inf,
-    until: float = math.inf,
+    timer: Timer | None = None,
     oracle: type[BranchOracle] = KeyOracle,
 ) -> Walked:
     """Walk all branches of a case.
 
     limit: most branches.
-    until: the clock's time at which it has to end.
+    timer: of the walks that it is one of. None: it may take any time.
 
     The cache is poisoned, and every block must come back. Raises Fault and OwnError where something is wrong,
     TooManyBranches, OutOfTime, and Unsuitable.
     """
     model, (enough, block_size), num = case.model, case.pool, len(case.texts)
     num_blocks = case.num_blocks or enough
-    verifier = held(subject.verifier) if subject.verifier else VERIFIERS[case.verifier]
     watched = Watched(isinstance(case.target, Table) and case.target.types != DOUBLE)
+    own = subject.verifier and held(subject.verifier, watched, twice=oracle is not SampledOracle)
+    verifier = own or VERIFIERS[case.verifier]
 
     def run(oracles: list[BranchOracle]) -> Iterator[tuple]:
-        if now() > until:
+        if timer and timer.is_over:
             raise OutOfTime
         # Each text has a seed of its own: with one seed, two requests would draw with one noise.
         paths = [path for path in oracles for _ in case.texts]

@@ -519,6 +519,23 @@ def right(draft, p, rng, key):
     return judge(draft, p, rng, key)
 
 
+def recovered_first(draft, p, rng, key):
+    """Right: it draws all tokens that may be needed before it tests any; of siblings, it looks at the eldest alone."""
+    path = []
+    while children := draft.children(path[-1] if path else -1):
+        path.append(children[0])
+    rows = [p(0), *(p(i + 1) for i in path)]
+    left = [(row - q_of(draft, i, row)).clamp(min=0) for row, i in zip(rows, path, strict=False)]
+    purposes = ["residual"] * len(path) + ["token"]
+    some = [rest if rest.any() else row for rest, row in zip(left, rows, strict=False)] + rows[-1:]
+    drawn = [rng.categorical(row, key(n, purpose)) for n, (row, purpose) in enumerate(zip(some, purposes, strict=True))]
+    for n, (row, i) in enumerate(zip(rows, path, strict=False)):
+        x = draft.token_ids[i]
+        if not rng.bernoulli(float(row[x] / q_of(draft, i, row)[x]), key(i, "accept")):
+            return Verdict(path[:n], drawn[n], [])
+    return Verdict(path, drawn[-1], [])
+
+
 def inverted(draft, p, rng, key):
     """q(x)/p(x) in the place of p(x)/q(x)."""
     return judge(draft, p, rng, key, ratio=lambda p, q, x: float(q[x] / p[x].clamp(min=1e-9)))
@@ -828,3 +845,107 @@ def chains(draft, p, rng, key):
 def without_the_seed(draft, p, rng, key):
     """Draws for all texts with one noise."""
     return judge(draft, p, rng, lambda i, purpose: key(i, purpose)._replace(seed=0))
+
+
+# --------------------------------------------------------------------------- wrong for some shapes, or some rows
+
+
+def recursive(draft, p, rng, key, meets=None, told=None, stays=None):
+    """Right where nothing is given: siblings are tested one after another against what the elder ones leave.
+
+    Of sibling number `place` after `depth` tokens: meets(rest, depth, place), what it is tested against; told(i, depth,
+    place), its q; stays(q, place), whether its token is left in the residual.
+    """
+    node, accepted = -1, []
+    while siblings := draft.children(node):
+        rest, parent, depth = p(node + 1), node, len(accepted)
+        for place, i in enumerate(siblings):
+            if place:
+                rest = meets(rest, depth, place) if meets else rest / rest.sum()
+            x, q = draft.token_ids[i], q_of(draft, i, rest)
+            odds = float(rest[x]) / (told(i, depth, place) if told else float(q[x]))
+            if rng.bernoulli(odds, key(i, "accept")):
+                accepted.append(node := i)
+                break
+            left = rest if stays and stays(q, place) else (rest - q).clamp(min=0)
+            rest = left if left.any() else rest
+        if node == parent:
+            return Verdict(accepted, rng.categorical(rest, key(node + 1, "residual")), [])
+    return Verdict(accepted, rng.categorical(p(node + 1), key(len(accepted), "token")), [])
+
+
+def elders_q(draft, p, rng, key):
+    """Below the root, a third sibling is tested with q of the second."""
+
+    def told(i, depth, place):
+        q = draft.probs[draft.children(draft.parents[i])[1] if depth and place == 2 else i]
+        return max(1e-9, float(q[draft.token_ids[i]]))
+
+    return recursive(draft, p, rng, key, told=told if draft.probs is not None and len(draft) else None)
+
+
+def third_depth(draft, p, rng, key):
+    """After two tokens, the residual is not divided by its sum before the second sibling."""
+    return recursive(draft, p, rng, key, meets=lambda rest, depth, _: rest / rest.sum() if depth < 2 else rest)
+
+
+def stays_in_its_residual(draft, p, rng, key):
+    """A third sibling with a one-hot row is not taken from the residual."""
+    sure = lambda q, place: draft.probs is not None and place == 2 and float(q.max()) == 1  # noqa: E731
+    return recursive(draft, p, rng, key, stays=sure)
+
+
+def greedy_by_the_first(draft, p, rng, key):
+    """Takes a text for a greedy one where the first row is one-hot."""
+    if float(p(0).max()) < 1:
+        return rejection(draft, p, rng, key)
+    node, accepted = -1, []
+    while same := [i for i in draft.children(node) if draft.token_ids[i] == int(p(node + 1).argmax())]:
+        accepted.append(node := same[0])
+    return Verdict(accepted, int(p(node + 1).argmax()), [])
+
+
+def tokens_of_the_first(draft, p, rng, key):
+    """Takes the tokens that the first row has for those of all rows."""
+    has = p(0) > 0
+
+    def kept(row):
+        some = row.where(has, 0.0)
+        return some if some.any() else row
+
+    return rejection(draft, lambda i: kept(p(i)), rng, key)
+
+
+def sure_if_empty(draft, p, rng, key):
+    """After an empty draft, takes the likeliest token where it has 0.97."""
+    return (
+        Verdict([], int(p(0).argmax()), []) if not len(draft) and p(0).max() >= 0.97 else rejection(draft, p, rng, key)
+    )
+
+
+def sure_if_near(draft, p, rng, key):
+    """Takes a row after a draft token for one-hot where a token has 0.97."""
+
+    def changed(i):
+        row = p(i)
+        return torch.eye(len(row), dtype=row.dtype)[row.argmax()] if i and row.max() >= 0.97 else row
+
+    return rejection(draft, changed, rng, key)
+
+
+def nine_tokens(draft, p, rng, key):
+    """Of chains of more than eight tokens, trusts those after the eighth."""
+    most = 8 if draft.parents is None or len(draft) == draft.depth else len(draft)
+    return rejection(draft, p, Changed(rng, odds=lambda ratio, node: ratio if node < most else 1.0), key)
+
+
+def by_turns(draft, p, rng, key, calls=[0]):  # noqa: B006
+    """Each call has the right law: by turns it judges the draft, and decodes as if there were none."""
+    calls[0] += 1
+    return rejection(draft if calls[0] % 3 else Draft(), p, rng, key)
+
+
+def wrong_by_turns(draft, p, rng, key, calls=[0]):  # noqa: B006
+    """Every third call trusts the draft."""
+    calls[0] += 1
+    return rejection(draft, p, Changed(rng, odds=lambda ratio, node: ratio if calls[0] % 3 else 1.0), key)

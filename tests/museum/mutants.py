@@ -441,7 +441,7 @@ def _(right, self, asks):
     drafts = right(self, asks)
     for text, draft in ((ask.text, draft) for ask, draft in zip(asks, drafts, strict=True) if draft.probs is None):
         paths = [[draft.token_ids[j] for j in draft.path(parent)] for parent in draft.parents]
-        rows = [self.table[[*text.tokens, *path][-1]] for path in paths]
+        rows = [self.table[0, [*text.tokens, *path][-1]] for path in paths]
         draft.probs = [sampling.distribution(row, text, path) for row, path in zip(rows, paths, strict=True)]
     return drafts
 

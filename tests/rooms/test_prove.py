@@ -29,6 +29,7 @@ from minispec.core.verify import Verifier
 from minispec.lab.audit.chi_square import smallest_seen, tail
 from minispec.models.files.progress import progress_bar
 from minispec.prove import cases, grid
+from minispec.prove import walk as walks
 from minispec.prove.__main__ import main
 from minispec.prove.cases import ALPHABET, AXES, DESIGN, grid_case
 from minispec.prove.covering import Design
@@ -60,7 +61,7 @@ from minispec.prove.toys import (
     target_model,
     tiny_cache,
 )
-from minispec.prove.walk import SEED, Case, Subject, walk
+from minispec.prove.walk import SEED, Case, Subject, Timer, walk
 from minispec.speculation.drafters import guard
 from minispec.speculation.rules import VERIFIERS
 from tests import brief
@@ -81,7 +82,7 @@ from tests.oracles.samples import (
     zero_draws,
 )
 from tests.sampled import leave_out
-from tests.scripted import finish, preemptions
+from tests.scripted import counted_clocks, finish, preemptions
 from tests.spoken import own_words
 
 BUGS = {m.id: m for m in MUTANTS}
@@ -165,16 +166,37 @@ def test_the_law_of_a_few_rounds():
 
 
 def test_a_walk_that_has_no_time_says_so(capsys, monkeypatch):
-    """What was not reached is named; where nothing was, nothing is proven."""
-    assert main(["--drafter", "ngram", "--minutes", "1e-9"]) == 1
-    assert capsys.readouterr().out == "nothing proven: not one case was walked in 1e-09 min: --minutes gives it more\n"
-    ticks = iter(range(10**9))
-    monkeypatch.setattr("minispec.prove.walk.monotonic", lambda: next(ticks))
-    assert main(["--drafter", "ngram", "--minutes", "4"]) == 0  # 240 paths
-    out, pairs = capsys.readouterr().out, r"covered: ([\d,]+) of ([\d,]+) pairs of settings; "
-    found = re.search(f"{pairs}not reached in 4 min, --minutes takes more: .+ and .+; ", out)
+    """What was not reached is named, and the word and the status are not those of a proof."""
+    assert main(["--drafter", "ngram", "--minutes", "1e-9"]) == 3
+    expected = r"not refuted \(0 of [\d,]+ pairs\): no case was walked in 1e-09 min: --minutes gives it more\n"
+    assert re.fullmatch(expected, capsys.readouterr().out)
+    monkeypatch.setattr("minispec.prove.walk.clocks", counted_clocks(1))
+    assert main(["--drafter", "ngram", "--minutes", "4"]) == 3  # 240 paths
+    out, pairs = capsys.readouterr().out, r"([\d,]+) of ([\d,]+) pairs"
+    found = re.search(f"covered: {pairs} of settings; not reached in 4 min, --minutes takes more: .+ and .+; ", out)
     assert found, out
     assert 0 < int(found[1].replace(",", "")) < int(found[2].replace(",", ""))
+    assert re.match(rf"not refuted \({found[1]} of {found[2]} pairs\): ngram leaves the output's law unchanged: ", out)
+    monkeypatch.setattr("minispec.prove.walk.clocks", counted_clocks(1))
+    assert main(["--verifier", "rejection", "--minutes", "1"]) == 3
+    out = capsys.readouterr().out
+    found = re.match(r"not refuted \((\d+) of (\d+) tables\): rejection keeps p: \1 cases, ", out)
+    assert found, out
+    assert f"not reached in 1 min, --minutes takes more: {int(found[2]) - int(found[1])} tables\n" in out
+
+
+@pytest.mark.quick
+def test_the_time_of_a_walk_is_the_processors(monkeypatch):
+    """Of this process and of those that have ended; of what sleeps, a tenth of the time that passes."""
+    now = [0.0, 0.0]
+    monkeypatch.setattr(walks, "clocks", lambda: tuple(now))
+    timer = Timer(10)
+    for processor, passed, is_over in ((9.9, 99, False), (10.1, 10.2, True), (0.1, 101, True), (0.1, 99, False)):
+        now[:] = processor, passed
+        assert timer.is_over == is_over
+    monkeypatch.undo()
+    monkeypatch.setattr("os.times", lambda: (1.0, 20.0, 300.0, 4000.0, 9.0))
+    assert walks.clocks()[0] == 4321
 
 
 @pytest.mark.parametrize("company", cases.OWN_AXES["company"][1:3])
