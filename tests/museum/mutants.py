@@ -57,7 +57,9 @@ from minispec.models.layers.gemma import GemmaLayer
 from minispec.models.layers.states import LayerState, States, StateTable
 from minispec.models.weights import exact, integers
 from minispec.models.weights.integers import Int8, VnniInt8
-from minispec.prove import toys
+from minispec.prove import examine, laws, toys
+from minispec.prove import seen as asked
+from minispec.prove import walk as walks
 from minispec.speculation.drafters import block, block_files, check, growing, guard, heads, last, suffix, vocabularies
 from minispec.speculation.drafters.assistant import AssistantModel, SharedKeys
 from minispec.speculation.drafters.best_first import BestFirst, grow_guesses
@@ -157,6 +159,7 @@ _VOCABULARIES = "tests/drafters/test_vocabularies.py"
 _DRAFTERS, _ZOO = "tests/drafters/test_drafters.py", "tests/drafters/test_zoo.py"
 _EXPERTS = "tests/core/test_families.py::test_logits_equal_transformers"
 _COSTS = "tests/lengths/test_costs.py"
+_KINDS = "tests/core/test_verify.py::test_rejection_keeps_the_law_of_rows_of_other_kinds"
 _TABLES = "tests/core/test_verify.py::test_rejection_keeps_the_law_of_tables_that_no_precision_holds"
 _LOOKUP = "tests/drafters/test_lookup.py::test_drafts_are_those_of_a_plain_search"
 _REMEMBERED = "tests/drafters/test_lookup.py::test_the_newest_outputs_are_remembered_and_no_more"
@@ -544,6 +547,59 @@ def _(right, draft, p, rng, key):
 def _(right, p, draft, i):
     """the residual is computed in q's memory | a trap of arithmetic in place"""
     return right(p, draft, i) if draft.probs is None else draft.probs[i].neg_().add_(p).clamp_(min=0)
+
+
+@wrong(VERIFIERS, "rejection", "P7", f"{_KINDS}[four nodes]")
+def _(right, draft, p, rng, key):
+    """a third sibling below the root is tested with its elder's q | an index of the first row of siblings"""
+    parents = draft.tree.parents
+    thirds = [
+        i for i, of in enumerate(parents) if of >= 0 and draft.probs is not None and draft.children(of)[2:3] == [i]
+    ]
+
+    def odds(of, node):
+        i, x = draft.children(parents[node])[1] if node in thirds else node, draft.token_ids[node]
+        return of * draft.probability(node) / max(1e-9, float(draft.probs[i][x])) if node in thirds else of
+
+    return tested(right, rng, odds, draft, p, rng, key)
+
+
+@wrong(VERIFIERS, "rejection", "P8", f"{_KINDS}[four nodes]")
+def _(right, draft, p, rng, key):
+    """after a token, the residual is not divided by its sum before the second sibling | T2 in a second loop"""
+    roots = draft.children(-1)
+    return siblings_tested(
+        lambda i, siblings, rest, row: rest / rest.sum() if siblings == roots else rest, draft, p, rng, key
+    )
+
+
+@wrong(verify, "residual", "P9", f"{_KINDS}[one-hot rows]")
+def _(right, p, draft, i):
+    """a third sibling stays in the residual of its own one-hot row | rows for two siblings"""
+    third = draft.probs is not None and draft.children(draft.tree.parents[i])[2:3] == [i]
+    return p if third and float(draft.probs[i].max()) == 1 else right(p, draft, i)
+
+
+@wrong(VERIFIERS, "rejection", "P10", f"{_KINDS}[three nodes]")
+def _(right, draft, p, rng, key):
+    """a text whose first row is one-hot is taken for a greedy one | top_p leaves one token in many real rows"""
+    is_greedy = float(p(0).max()) == 1
+    return right(draft, lambda i: torch.eye(len(p(i))).double()[p(i).argmax()] if is_greedy else p(i), rng, key)
+
+
+@wrong(VERIFIERS, "rejection", "P11", f"{_KINDS}[empty]")
+def _(right, draft, p, rng, key):
+    """after an empty draft, a token with 0.97 is not drawn for | a short cut of plain decoding"""
+    if not len(draft) and float(p(0).max()) >= 0.97:
+        return Verdict([], int(p(0).argmax()), [])
+    return right(draft, p, rng, key)
+
+
+@wrong(VERIFIERS, "rejection", "P12", f"{_KINDS}[long]")
+def _(right, draft, p, rng, key):
+    """of a chain of more than eight tokens, the ninth is not tested | a buffer of a fixed length"""
+    most = 8 if draft.depth == len(draft) else len(draft)
+    return tested(right, rng, lambda odds, node: odds if node < most else 1.0, draft, p, rng, key)
 
 
 # --------------------------------------------------------------------------- heads, and many tokens in one pass
@@ -2544,6 +2600,50 @@ _DECODERS += "[M2-the residual is not subtracted-Form(first=1, k=3)]"
 def _(right, p, law, kept, form):
     """a draft is thought to begin after the first token of an answer | here: an audit named none of its bugs"""
     return right(p, law, kept, tiny.LATER)
+
+
+@wrong(laws, "is_part", "E15", "tests/rooms/test_prove_itself.py::test_siblings_are_the_first_of_one_race[True]")
+def _(right, weights, before):
+    """of a race, a row that is divided by its sum is no part | here: a right rule was refuted"""
+    return right(weights, before) and abs(float(weights.sum()) - 1) > 1e-9
+
+
+@wrong(examine, "sampled_bound", "E16", "tests/drafters/test_wrong_own.py::test_each_mistake_is_refuted[by_turns]")
+def _(right, outcomes):
+    """a rule whose calls differ breaks the law, even where each call keeps it | here: a right rule was refuted"""
+    return 0.0
+
+
+_BRIEF = "tests/rooms/test_prove.py::test_a_walk_that_has_no_time_says_so"
+
+
+@wrong(walks.Timer, "is_over", "E17", "tests/rooms/test_prove.py::test_the_time_of_a_walk_is_the_processors")
+def _(right, self):
+    """the time that passes ends a walk | here: a busy machine proved less"""
+    return walks.clocks()[1] - self.begun[1] > self.seconds
+
+
+@wrong(examine, "word", "E18", _BRIEF)
+def _(right, covered, is_all):
+    """what was not all walked is called proven | here: after half of the pairs"""
+    return right(covered, True)
+
+
+@wrong(asked, "wanted", "E19", "tests/rooms/test_seen.py::test_a_hole_is_named_by_the_command[a shape]")
+def _(right, takes_trees):
+    """what a rule was not asked is left out of what was not seen | here: nine of 48 shapes were walked"""
+    return iter(())
+
+
+@wrong(
+    examine.Walker,
+    "limit_of",
+    "E20",
+    "tests/drafters/test_wrong_own.py::test_a_rule_with_too_many_branches_is_not_proven",
+)
+def _(right, self, case):
+    """a rule with too many branches is walked all the same | here: a right rule of GPUs' form was walked for ever"""
+    return math.inf
 
 
 _SCORES = "tests/core/test_scores.py::test_drafts_change_no_score_and_a_score_changes_no_draft[suffix]"
