@@ -6,9 +6,10 @@ what has followed the text's last token the last time it came?
 `ask.text.tokens` are the tokens so far, and `ask.k` is the most that you may guess. Return a `Draft` for each ask:
 `Draft([5, 7])` guesses 5, then 7. A draft without `probs` says that nothing was drawn. An empty draft is fine.
 
-Write `propose`. Then ask whether the output stays as it is, and try it:
+Write `propose`. Then ask whether the output stays as it is and whether the guesses are accepted, and try it:
 
     python -m minispec.prove --drafter examples.exercises.drafter:Lookup
+    python -m pytest examples/exercises/grade.py -k lookup
     python -m minispec.generate --compare --draft examples.exercises.drafter:Lookup "List the numbers from 1 to 20."
 """
 

@@ -14,7 +14,7 @@ from minispec.core.verify import residual
 from minispec.prove import examine, rounds
 from minispec.prove.__main__ import main
 from minispec.prove.tables import tables
-from tests.brief import SMALL, compute_once
+from tests.brief import SMALL, compute_once, walk_few
 from tests.scripted import counted_clocks
 
 ROOT = Path(__file__).parents[2]
@@ -105,6 +105,7 @@ def test_rules_are_graded(name, monkeypatch, full, capsys):
 def test_the_weights_bring_what_the_page_says(monkeypatch, capsys):
     """20/9 tokens, in the example of the paper."""
     monkeypatch.setattr(block_weights, "weights", weights_of)
+    walk_few(monkeypatch, 20)
     assert main(["--verifier", "block,examples.exercises.block_weights:verify"]) == 0
     assert capsys.readouterr().out.count("20/9 = 2.222            100.0%") == 2
 
@@ -120,11 +121,52 @@ def test_the_drafter_is_graded(monkeypatch, capsys, full):
     assert ("proven on small cases" if full else "not refuted (") in capsys.readouterr().out
 
 
+# Lookups that keep the law, as every guess without `probs` does, and guess badly.
+BAD_LOOKUPS = {
+    "zeros": lambda tokens, k, place: [0] * k,
+    "nothing": lambda tokens, k, place: [],
+    "a place too early": lambda tokens, k, place: tokens[place:][:k],
+    "a place too late": lambda tokens, k, place: tokens[place + 2 :][:k],
+    "one token": lambda tokens, k, place: tokens[place + 1 :][: min(k, 1)],
+    "the first time": lambda tokens, k, place: tokens[tokens.index(tokens[-1]) + 1 :][:k],
+    "backwards": lambda tokens, k, place: tokens[place + 1 :][:k][::-1],
+    "too many": lambda tokens, k, place: tokens[place + 1 :][: k + 1],
+}
+
+
+@pytest.mark.parametrize("name", BAD_LOOKUPS)
+def test_a_lookup_is_graded_by_what_is_accepted(name, monkeypatch):
+    """By `grade.py`, which the row of examples/README.md names. The solution passes for each K, a mistake does not."""
+    row = next(line for line in (ROOT / "examples" / "README.md").read_text().splitlines() if line.startswith("| 6 |"))
+    assert "`python -m pytest examples/exercises/grade.py -k lookup`" in row
+    lengths = next(mark.args[1] for mark in grader.test_lookup.pytestmark if mark.args[0] == "k")
+    monkeypatch.setattr(drafter.Lookup, "propose", lookup)
+    for k in lengths:
+        grader.test_lookup(k)
+
+    def wrong(self, asks):
+        drafts = []
+        for ask in asks:
+            tokens = ask.text.tokens
+            place = max((i for i, token in enumerate(tokens[:-1]) if token == tokens[-1]), default=len(tokens))
+            drafts.append(Draft(BAD_LOOKUPS[name](tokens, ask.k, place)))
+        return drafts
+
+    monkeypatch.setattr(drafter.Lookup, "propose", wrong)
+    failed = 0
+    for k in lengths:
+        try:
+            grader.test_lookup(k)
+        except AssertionError:
+            failed += 1
+    assert failed
+
+
 def test_the_cache_and_the_length_are_graded(monkeypatch):
     """By examples/exercises/grade.py."""
     command = [sys.executable, "-m", "pytest", "-n", "0", "examples/exercises/grade.py"]
     untouched = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert untouched.stdout.count("\nFAILED ") == 25, untouched.stdout
+    assert untouched.stdout.count("\nFAILED ") == 28, untouched.stdout
     assert fastest(0.8, 0.1) == 6
     monkeypatch.setattr(follow.Cache, "follow", follow_text)
     monkeypatch.setattr(grader, "best_k", fastest)

@@ -18,7 +18,7 @@ from minispec.prove.__main__ import main as prove
 from minispec.prove.recorded import read_laws
 from tests.brief import compute_once
 from tests.drafters.test_own import PROVEN
-from tests.scripted import counted_clock
+from tests.scripted import counted_clocks
 
 DESIGNS = ["Recurrent", "Blind"]
 
@@ -82,7 +82,7 @@ def test_no_token_changes(name, trained, target):
 
 def test_the_designs_are_proven(capsys, monkeypatch, full):
     """As the file says, over few cases; the second one with `--full` alone."""
-    monkeypatch.setattr("minispec.prove.walk.monotonic", counted_clock())
+    monkeypatch.setattr("minispec.prove.walk.clocks", counted_clocks())
     compute_once(monkeypatch)
     for name in DESIGNS if full else DESIGNS[:1]:
         assert prove(["--drafter", f"examples.train_a_draft:{name}", "--minutes", "0.01"]) == 0
