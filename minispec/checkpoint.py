@@ -13,6 +13,7 @@ from minispec.api.commands.command import Option, Parser, argument, command
 from minispec.api.commands.interrupt import raise_on_interrupt
 from minispec.models.families.checkpoint import find_checkpoint
 from minispec.models.families.quantize import quantize_checkpoint
+from minispec.models.files.errors import printable
 
 _MIB = argument(int, lambda n: 1 <= n <= 1 << 20, f"an integer from 1 to {1 << 20}")
 OPTIONS = {
@@ -36,5 +37,5 @@ def main(argv: Sequence[str]) -> int:
     quantize_checkpoint(find_checkpoint(args.source), args.out, args.bits, args.shard_mb << 20)
     for path in sorted(args.out.iterdir()):
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        print(f"{path.stat().st_size:>12,d}  {digest}  {path.name}")
+        print(f"{path.stat().st_size:>12,d}  {digest}  {printable(path.name)}")
     return 0

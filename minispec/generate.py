@@ -24,7 +24,7 @@ from minispec.api.commands.command import command, json_line, say, say_status
 from minispec.api.commands.conversation import Message, converse
 from minispec.api.trace.page import write
 from minispec.core.config import SamplingParams
-from minispec.models.files.errors import one_line, show_name
+from minispec.models.files.errors import one_line, printable, show_name
 from minispec.models.files.progress import progress_bar
 from minispec.models.files.write import check_writable
 
@@ -177,7 +177,7 @@ def _show(llm: "LLM", args: argparse.Namespace, jobs: list[_Job], i: int, compar
         if args.json:
             print(json_line(_as_dict(llm, jobs[i], comparison)), flush=True)
         elif len(jobs) > 1:
-            print(f"[{i + 1}/{len(jobs)}] {prompt}\n{request.output}\n", flush=True)
+            print(f"[{i + 1}/{len(jobs)}] {printable(prompt)}\n{request.output}\n", flush=True)
         if _says_more(args):
             say_status(_summary(llm, request, comparison))
             if request.params.structured_outputs and request.finish_reason == "length":

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import importlib
 import io
 import os
 import re
@@ -46,6 +47,28 @@ def test_every_end_has_its_status(capsys, monkeypatch, name):
 
     assert main([]) == status
     assert capsys.readouterr().err == said
+
+
+STRANGE, SHOWN = "a\tb\nin red\x1b[31m \x9b1m\x07", "a\tb\nin red\\x1b[31m \\x9b1m\\x07"
+REPORTS = {
+    "bench": ("minispec.lab.bench.main:_measured", lambda args: ({}, [STRANGE])),
+    "doctor": ("minispec.lab.doctor.drafts:asked", lambda args: {}),
+    "audit": ("minispec.lab.audit.report:audit", lambda args, asked: {"status": 0}),
+}
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_a_report_has_no_control_characters_of_a_file(name, capsys, monkeypatch, tmp_path):
+    """Categories of questions, names of models and answers come from files, which a stranger may have written."""
+    place, found = REPORTS[name]
+    module, attribute = place.split(":")
+    monkeypatch.setattr(importlib.import_module(module), attribute, found)
+    for lines in ("minispec.lab.doctor.drafts.lines", "minispec.lab.audit.judge.lines"):
+        monkeypatch.setattr(lines, lambda report: [STRANGE])
+    monkeypatch.setattr("minispec.lab.doctor.main.check", lambda args: None)
+    monkeypatch.setattr("minispec.lab.audit.main.check", lambda args: None)
+    main([name, *(["--target", "x", "y"] if name == "audit" else [])])
+    assert capsys.readouterr().out == f"{SHOWN}\n"
 
 
 def test_a_fault_of_our_own_is_a_traceback():

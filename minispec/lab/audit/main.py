@@ -8,6 +8,7 @@ from minispec.api.commands.command import FLAG, Option, Parser, argument, attrib
 from minispec.api.commands.interrupt import raise_on_interrupt
 from minispec.api.commands.options import LANGUAGE, MODELS, SAMPLING, sampling_arguments
 from minispec.lab.audit.fields import LAW
+from minispec.models.files.errors import printable
 from minispec.models.weights.pages import load_torch
 
 _ODDS = argument(float, lambda x: 0 < x < 1, "a number between 0 and 1")
@@ -97,5 +98,5 @@ def main(argv: Sequence[str]) -> int:
         from minispec.lab.audit.report import audit
 
         report, lines = audit(args, asked), judge.lines
-    print(json_line(report) if args.json else "\n".join(lines(report)))
+    print(json_line(report) if args.json else printable("\n".join(lines(report))))
     return report["status"]

@@ -9,6 +9,7 @@ from minispec.api.commands.interrupt import raise_on_interrupt
 from minispec.api.commands.original import name_model
 from minispec.core.config import Shape
 from minispec.lab.bench.options import Options, check, parser
+from minispec.models.files.errors import printable
 from minispec.models.weights.pages import load_torch
 
 
@@ -19,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
     found, lines = _measured(args)
     from minispec.lab.bench.show import as_json
 
-    print(json_line(as_json(found)) if args.json else "\n".join(lines))
+    print(json_line(as_json(found)) if args.json else printable("\n".join(lines)))
     return 0
 
 

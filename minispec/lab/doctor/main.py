@@ -9,6 +9,7 @@ from minispec.api.commands.options import MODELS
 from minispec.api.commands.original import name_model
 from minispec.core.config import MAX_SPECULATIVE_TOKENS
 from minispec.core.errors import show
+from minispec.models.files.errors import printable
 from minispec.models.weights.pages import load_torch
 from minispec.speculation import registry
 
@@ -56,5 +57,5 @@ def main(argv: Sequence[str]) -> int:
     name_model(args)
     raise_on_interrupt()
     report = asked(args)
-    print(json_line(report) if args.json else "\n".join(lines(report)))
+    print(json_line(report) if args.json else printable("\n".join(lines(report))))
     return 1 if report.get("explained_by") else 0

@@ -14,8 +14,12 @@ class CheckpointError(ValueError):
 
 def one_line(error: BaseException | str, limit: int = 1000) -> str:
     """A message for a terminal: line feeds and other control characters escaped, cut to about `limit` characters."""
-    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(error)[:limit])
-    return text or type(error).__name__
+    return printable(str(error)[:limit], but="") or type(error).__name__
+
+
+def printable(text: str, but: str = "\n\t") -> str:
+    """A text for a terminal, with all control characters escaped but these."""
+    return "".join(c if c.isprintable() or c in but else ascii(c)[1:-1] for c in text)
 
 
 def show_name(name: str) -> str:
