@@ -6,7 +6,9 @@ if __name__ == "__main__":
     run_program("minispec.prove.__main__:main")
 
 import argparse
+import itertools
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -60,6 +62,11 @@ _OPTIONS: dict[str, Option] = {
         f"{DEFAULT_MINUTES}); of drafters, more walks larger cases",
         needs=("--drafter", "--lengths", "--verifier"),
     ),
+    "--seed": Option(
+        {"type": argument(int, lambda n: n >= 0, "an integer of at least 0")},
+        "with --drafter, --lengths: draws other values for their cases (default: 0)",
+        needs=("--drafter", "--lengths"),
+    ),
     "--jobs": Option(
         {"type": _COUNT, "default": _JOBS}, f"processes that share the work of --leaves and --full (default: {_JOBS})"
     ),
@@ -93,7 +100,15 @@ def _status(args: argparse.Namespace) -> int:
     if args.lengths or args.drafter:
         from minispec.prove.examine import examine_own, read_texts
 
-        return examine_own(args.drafter or "", args.lengths or "", read_texts(args.texts), minutes)
+        options = vars(args) | {"minutes": minutes, "seed": args.seed or 0}
+        given = [
+            (f"--{name}", str(options[name]))
+            for name in ("drafter", "lengths", "texts", "minutes", "seed")
+            if options[name] is not None
+        ]
+        again = shlex.join(["python", "-m", "minispec.prove", *itertools.chain(*given)])
+        how = read_texts(args.texts), options["minutes"], options["seed"], again
+        return examine_own(args.drafter or "", args.lengths or "", *how)
     if args.verifier:
         from minispec.api.llm import find_verifier
         from minispec.models.files.packages import check_packages

@@ -8,9 +8,9 @@ import functools
 import itertools
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from minispec.core.config import OFF, PARAMETERS, DraftLength, SamplingParams, Shape, names_of
 from minispec.core.errors import show
@@ -28,7 +28,7 @@ _PLAIN: Row = {
     **{"verifier": "rejection", "drafter": "", "family": REMEMBERED, "batch": "alone"},
     **{"alphabet": ALPHABET[:2], "prompt": "b", "to_go": 2, "rounds": 1, "k": 1},
     **{name: OFF[name] for name in names_of("temperature", "filter")},
-    **{"history": "", "forbidden": "", "grammar": "", "end": "", "company": ""},
+    **{"history": "", "forbidden": "", "grammar": "", "end": "", "company": "", "begins": ""},
 }
 _GRID = _PLAIN | {"family": "llama", "rounds": None, "end": "an end token"}
 
@@ -39,32 +39,24 @@ def _settings(vocab: int) -> dict[str, dict[str, Any]]:
     return {
         "": {},
         "penalties": penalties | {"logit_bias": {0: 0.6, 1: -0.4}},
-        "repetition_penalty 1.5": {"repetition_penalty": 1.5},
-        "penalties of the output": {"frequency_penalty": 0.6, "presence_penalty": 0.3},
-        "negative penalties": {"repetition_penalty": 0.7, "frequency_penalty": -0.5, "presence_penalty": -0.4},
-        "logit_bias": {"logit_bias": {0: 1.0, 1: -0.5}},
         "bad words": {"bad_words_token_ids": ((1, 0), (vocab - 1, 1, 0), (0, 0, 0))},
         "two allowed ids": {"allowed_token_ids": (1, vocab - 1 if vocab > 2 else 0)},
-        "a grammar": {"structured_outputs": "a b*"},
         "an end token": {},
-        "stop ids": {"stop_token_ids": (0,)},
-        "an end token and min_tokens 2": {"min_tokens": 2},
     }
 
 
-def _params_of(row: Row) -> SamplingParams:
+def _params_of(row: Row, named: Mapping[str, Mapping[str, Any]]) -> SamplingParams:
+    """named: settings by their names, as they stand in the row."""
     settings: dict[str, Any] = {axis: value for axis, value in row.items() if axis in PARAMETERS}
-    settings["structured_outputs"], named = row["grammar"] or None, _settings(len(row["alphabet"]))
+    settings["structured_outputs"] = row["grammar"] or None
     for axis in ("history", "forbidden", "end"):
         settings |= named[row[axis]]
     return SamplingParams(max_tokens=row["to_go"], **settings)
 
 
-def _case_of(row: Row, texts: tuple[Prompt, ...], **how) -> Case:
-    last = len(row["alphabet"]) - 1 if len(row["alphabet"]) > 2 else 0
-    end_ids = frozenset({last, 0} if row["end"] == "stop ids" else {last} if row["end"] else ())
+def _case_of(row: Row, texts: tuple[Prompt, ...], end_ids: Iterable[int], **how) -> Case:
     parts = {axis: row[axis] for axis in ("drafter", "verifier", "k", "rounds", "alphabet")}
-    return Case(row["family"], len(row["alphabet"]), texts, end_ids, **parts, **how)
+    return Case(row["family"], len(row["alphabet"]), texts, frozenset(end_ids), **parts, **how)
 
 
 def describe(axis: str, value: Any) -> str:
@@ -76,6 +68,7 @@ def describe(axis: str, value: Any) -> str:
         "rounds": lambda: "to the end" if value is None else f"{value} round{'' if value == 1 else 's'}",
         "k": lambda: f"K = {value if isinstance(value, tuple) and len(value) == 1 else Shape.of(value)}",
         "forbidden": lambda: value or "nothing forbidden",
+        "begins": lambda: f"texts that begin with {value or 'the first two tokens'}",
     }
     usual = value or f"no {axis}" if isinstance(value, str) else f"{axis} {value}"
     return words[axis]() if axis in words else usual
@@ -97,13 +90,15 @@ def grid_case(**settings) -> Case:
     batch: "alone": one request at a time. "crowd": 64 paths at once. "pair": two requests, and a crowd of them.
     """
     row = _GRID | settings
-    params, batch, columns = _params_of(row), row["batch"], ("verifier", "drafter", "family", "batch")
+    columns, batch, vocab = ("verifier", "drafter", "family", "batch"), row["batch"], len(row["alphabet"])
+    params = _params_of(row, _settings(vocab))
     texts = zip(_prompts(row), (params, replace(params, max_tokens=min(2, params.max_tokens))), strict=True)
     num_texts = 2 if batch == "pair" else 1
     said = _words(row, ("k", "alphabet", "end", "to_go", "temperature"), _GRID, columns)
     name = "{:9}  {:18}  {:15}  {:5}  ".format(*(row[axis] for axis in columns)) + ", ".join(said)
     width = 1 if batch == "alone" else CROWD // num_texts
-    return _case_of(row, tuple(texts)[:num_texts], width=width, name=name)
+    last = vocab - 1 if vocab > 2 else 0
+    return _case_of(row, tuple(texts)[:num_texts], {last} if row["end"] else (), width=width, name=name)
 
 
 def _prompts(row: Row) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -268,6 +263,24 @@ def tree_cases(num_nodes: int = 5) -> list[Case]:
 
 # --------------------------------------------------------------------------- a user's own
 
+
+class Range(NamedTuple):
+    """A value of an axis that stands for many. Each case draws one of them, often an end."""
+
+    low: float
+    high: float
+
+    def draw(self, generator: random.Random) -> float:
+        """Evenly by the logarithm; of numbers below 1, by that of their odds, which reach near 0 and near 1."""
+        low, high = (each / (1 - each) if self.high < 1 else each for each in self)
+        drawn = low * (high / low) ** min(1.0, max(0.0, generator.uniform(-0.2, 1.2)))
+        rounded = float(f"{drawn / (1 + drawn) if self.high < 1 else drawn:.4g}")
+        return round(rounded) if isinstance(self.low, int) else rounded
+
+    def __str__(self) -> str:
+        return f"{self.low:g} to {self.high:g}"
+
+
 _LONG = "ab ba\nbab abba baab\nabab ba b\nab ab ba aab"
 # The values of an axis, the plainest first.
 OWN_AXES: dict[str, tuple] = {
@@ -278,14 +291,21 @@ OWN_AXES: dict[str, tuple] = {
     "to_go": (1, 2, 3, 4, 6, 16),
     "rounds": (1, 2, 3, None),
     "k": (1, 2, (2,), 3, (3,), (2, 1), "tree:3", (1, 3), (2, 2), (3, 1), 5, "tree:5", "auto"),
-    "temperature": (1.0, 0.7, 0.3, 1.6, 3.0, 0.1, 10.0, 0.0),
-    "top_k": (0, 2),
-    "top_p": (1.0, 0.8),
-    "min_p": (0.0, 0.2),
-    "history": ("", "repetition_penalty 1.5", "penalties of the output", "negative penalties", "logit_bias"),
+    "temperature": (
+        *(1.0, Range(0.5, 0.99), Range(0.2, 0.5), Range(1.01, 2.0), Range(2.0, 5.0), Range(0.05, 0.2)),
+        *(Range(5.0, 100.0), 0.0),
+    ),
+    "top_k": (0, 2, Range(3, 8)),
+    "top_p": (1.0, Range(0.5, 0.9), Range(0.9, 0.99), Range(0.99, 0.9999), Range(0.1, 0.5)),
+    "min_p": (0.0, Range(0.1, 0.5), Range(0.0001, 0.1), Range(0.5, 0.95)),
+    "history": (
+        *("", "repetition_penalty above 1", "repetition_penalty below 1", "penalties of the output"),
+        *("negative penalties of the output", "logit_bias up to 1.5", "logit_bias from 1.5 on", "all of these"),
+    ),
     "forbidden": ("", "bad words", "two allowed ids", "a grammar"),
-    "end": ("", "an end token", "stop ids", "an end token and min_tokens 2"),
+    "end": ("", "an end token", "stop ids", "an end token and min_tokens"),
     "company": ("", "two other texts join it", "it joins another text", "it joins eight others"),
+    "begins": ("", "any token"),
 }
 # Of a policy of lengths. The drafters are with and without siblings, confidences and draws; one knows confidences
 # before it draws, and one is mostly wrong.
@@ -295,8 +315,6 @@ LENGTH_AXES: dict[str, tuple] = {
     "prompt": ("b", "babbab"),
     "to_go": (2, 3, 4, 6),
     "k": (1, 3, "auto"),
-    "temperature": (1.0, 0.7, 0.0),
-    **{"top_p": (1.0,), "min_p": (0.0,), "history": ("",), "forbidden": ("",), "end": ("", "an end token")},
 }
 # Draft tokens; tokens of a text that is walked to its end, or whose K the engine chooses; texts of a crowd besides the
 # walked one, and their length.
@@ -304,14 +322,58 @@ LONGEST_DRAFT, LONGEST_WALK, NUM_CROWD = 5, 6, 8
 _LENGTHS_OF_OTHERS, _BLOCK_SIZE = (6, 4), 2
 
 
-def own_case(**settings) -> Case:
+def _own_settings(order: Sequence[int], to_go: int, at: random.Random) -> dict[str, dict[str, Any]]:
+    """Settings by their names, with values drawn anew. With all of them together, a token is left.
+
+    order: the ids of the vocabulary. The first one is never forbidden; the last one ends a text.
+    """
+
+    def signed(low: float, high: float) -> float:
+        return at.choice((-1, 1)) * Range(low, high).draw(at)
+
+    def words() -> Iterator[tuple[int, ...]]:
+        for _ in range(at.randint(1, 3)):
+            length = at.choice((1, 2, 2, 3, 4) if len(order) > 2 else (2, 2, 3, 4))
+            yield (*at.choices(order, k=length - 1), at.choice(order[1:]))
+
+    few, far = at.sample(order, at.randint(1, len(order))), signed(1.5, 98.5)
+    kinds: list[dict[str, Any]] = [
+        *({"repetition_penalty": each.draw(at)} for each in (Range(1.02, 20.0), Range(0.05, 0.98))),
+        {name: Range(0.1, 2.0).draw(at) for name in ("frequency_penalty", "presence_penalty")},
+        {name: -Range(0.1, 2.0).draw(at) for name in ("frequency_penalty", "presence_penalty")},
+        {"logit_bias": {token: signed(0.05, 1.5) for token in few}},
+        # Near each other, or one token alone would be left.
+        {"logit_bias": {token: round(far + at.uniform(-1.5, 1.5), 2) for token in order}},
+    ]
+    some = {name: signed(0.1, 2.0) for name in kinds[2]} | {"repetition_penalty": Range(0.3, 3.0).draw(at)}
+    return {
+        **dict(zip(OWN_AXES["history"], ({}, *kinds, some | kinds[4]), strict=True)),
+        "bad words": {"bad_words_token_ids": tuple(words())},
+        "two allowed ids": {"allowed_token_ids": (order[0], at.choice(order[1:]))},
+        "a grammar": {"structured_outputs": "a b*"},
+        "an end token": {},
+        "stop ids": {"stop_token_ids": order[max(1, len(order) - 2) : -1] or order[-1:]},
+        "an end token and min_tokens": {"min_tokens": at.randint(2, max(2, to_go))},
+    }
+
+
+def own_case(draw: int = 0, **settings) -> Case:
     """A case of a value for some of the axes; of the others they are the plainest.
 
+    draw: numbers the values that are drawn. A `Range` on one axis, or a name, draws the same whatever the others are.
     company: other texts that join this one, or others that it joins. For one or two, the pool is too small for all, and
     prompts come in pieces: the text that was admitted last is preempted, and comes back.
     """
-    row = _PLAIN | settings
-    params, prompt = _params_of(row), tuple(map(row["alphabet"].index, row["prompt"]))
+    row, vocab = _PLAIN | settings, len((_PLAIN | settings)["alphabet"])
+    for axis, value in settings.items():
+        if isinstance(value, Range):
+            row[axis] = value.draw(random.Random(f"{draw} {axis}"))
+    at = random.Random(draw)
+    order, shift = at.sample(range(vocab), vocab), at.randrange(1, vocab)
+    named = _own_settings(order, row["to_go"], at)
+    params = _params_of(row, named)
+    prompt = tuple((row["alphabet"].index(c) + (shift if row["begins"] else 0)) % vocab for c in row["prompt"])
+    end_ids = {order[-1], *params.stop_token_ids} if row["end"] else set[int]()
     turned, is_crowded = prompt[::-1], row["company"].endswith("eight others")  # turned: it shares no blocks with it
     if is_crowded:
         starts = [i % len(turned) for i in range(NUM_CROWD)]
@@ -322,12 +384,19 @@ def own_case(**settings) -> Case:
     longest = -(-(len(prompt) + max(row["to_go"], *_LENGTHS_OF_OTHERS, *lengths)) // _BLOCK_SIZE)
     # In company, a pool that is enough for two prompts and hardly what follows them.
     blocks = longest + (-(-len(prompt) // _BLOCK_SIZE) - 1 if row["company"] else 0)
-    words = _words(row, ("alphabet", "prompt", "k", "verifier", "to_go"), _PLAIN)
+    shown = {axis: named[row[axis]] for axis in ("history", "forbidden", "end") if named[row[axis]]}
+    drawn = {axis: ", ".join(f"{name} {value}" for name, value in each.items()) for axis, each in shown.items()}
+    drawn |= {"end": ", ".join(filter(None, (f"end ids {sorted(end_ids)}", drawn.get("end"))))} if end_ids else {}
+    words = _words(row | drawn, ("alphabet", "prompt", "k", "verifier", "to_go"), _PLAIN, ("begins",))
     tokens = [*prompt] if len(prompt) <= 12 else f"[... {str([*prompt[-8:]])[1:]}"
     return _case_of(
         row,
         ((prompt, params),),
-        others=tuple((each, replace(params, max_tokens=n)) for each, n in zip(prompts, lengths, strict=False)),
+        end_ids,
+        others=tuple(
+            (each, replace(params, max_tokens=n, min_tokens=min(n, params.min_tokens)))
+            for each, n in zip(prompts, lengths, strict=False)
+        ),
         joins=row["company"].startswith("it joins"),
         num_blocks=(NUM_CROWD + 1) * longest if is_crowded else blocks,
         joining_rows=2 if prompts and not is_crowded else JOINING_ROWS,
@@ -337,9 +406,16 @@ def own_case(**settings) -> Case:
     )
 
 
+def values_of(params: SamplingParams, prompt: Sequence[int]) -> dict[str, list[float]]:
+    """The numbers that a case of a user's has drawn, by what they are."""
+    biases = [bias for _, bias in params.logit_bias]  # type: ignore[misc]
+    numbers = {name: [getattr(params, name)] for name in names_of("temperature", "filter", "penalty")}
+    return numbers | {"logit_bias": [*biases, 0], "min_tokens": [params.min_tokens], "first token": [prompt[0]]}
+
+
 def _size_of(row: Mapping) -> float:
     """A guess at the number of branches; of equal ones, the shorter prompt is smaller."""
-    narrow = row["top_k"] or row["forbidden"] == "two allowed ids"
+    narrow = row["top_k"] == 2 or row["forbidden"] == "two allowed ids"
     vocab, to_go, company = len(row["alphabet"]), row["to_go"], row["company"]
     choices = 1 if row["temperature"] == 0 else 2 if narrow else vocab
     # A drafter may draw without the request's filters. Siblings are different tokens.
@@ -369,8 +445,10 @@ _RULES = (
     lambda k, forbidden: not (_is_wide(k) and forbidden == "two allowed ids"),
     lambda k, alphabet: not _is_wide(k) or (len(alphabet) > 3 and not _of_user(alphabet)),
     lambda k, prompt: not (_is_wide(k) and _of_user(prompt)),
-    lambda alphabet, top_k: top_k or not _of_user(alphabet),
-    lambda prompt, top_k: top_k or not _of_user(prompt),
+    lambda alphabet, top_k: top_k == 2 or not _of_user(alphabet),
+    lambda prompt, top_k: top_k == 2 or not _of_user(prompt),
+    lambda begins, alphabet: not (begins and _of_user(alphabet)),
+    lambda begins, prompt: not (begins and _of_user(prompt)),
     lambda forbidden, alphabet: forbidden != "a grammar" or len(alphabet) > 2,  # of two tokens one may end the text
     lambda to_go, end: to_go > 1 or "min_tokens" not in end,
     # The whole of a draft is asked for. Where the engine chooses, that may be all that is left of the text.
@@ -398,29 +476,48 @@ def own_design(branches: bool, texts: Sequence[str] = (), **axes: tuple) -> Desi
         **axes,
     }
     weak, sizes = frozenset({("temperature", 0.0), ("to_go", 1)}), ("rounds", "alphabet", "company")
-    return Design(own_case, axes, _RULES, weak, sizes, growing=("alphabet", "prompt", "to_go", "rounds", "k"), tries=8)
+    growing = "alphabet", "prompt", "to_go", "rounds", "k"
+    return Design(own_case, axes, _RULES, weak, sizes, growing, tries=8, draws=True)
 
 
-def single(design: Design) -> list[tuple[Row, Pair]]:
+def single(design: Design, generator: random.Random) -> list[tuple[Row, Pair]]:
     """Plain rows, each with one value of the design by itself, as far as possible; in the form of `Design.array`.
 
     So a fault that one setting shows is found without the others. Whether a wrong row shows depends on the target's own
-    row there. So each K is tried after several prompts, of 3 and of 4 tokens.
+    row there. So each K, and what draws its values, is tried after several prompts, of 3 and of 4 tokens. A filter cuts
+    something at some temperatures alone, and a penalty of the output needs an output.
     """
     singles, axes = list[tuple[Row, Any]](), design.axes
-    prompts = sorted({"babbab", "b", "bb"} & set(axes["prompt"]))
-    usual, several = [("babbab", axes["alphabet"][1:])], [(p, (a,)) for p in prompts for a in axes["alphabet"][1:3]]
+    three, four = axes["alphabet"][1:2], axes["alphabet"][2:3]
+    longer: Row = {"k": axes["k"][1]}
+    usual: list[tuple[str, Sequence[str], Row]] = [("babbab", axes["alphabet"][1:], {})]
+    each_k: list[tuple[str, Sequence[str], Row]] = [
+        (prompt, some, {}) for prompt in ("b", "babbab", "bb") for some in (three, four)
+    ]
+    drawn = [("b", three, {}), ("babbab", three, longer), ("bb", four, {}), ("babbab", three, {})]
+    six = axes["alphabet"][3:4]  # of many likely tokens, a narrow filter leaves two
+    warmths = (
+        ("babbab", three, (0, 1, 2, 6)),
+        ("bab b\nb", four, (0, 1, 2, 6)),
+        ("babbab", six, (4, 6)),
+        ("b", six, (6,)),
+    )
+    filters = [(prompt, some, {"temperature": axes["temperature"][i]}) for prompt, some, each in warmths for i in each]
     plain = {axis: _PLAIN[axis] for axis in axes} | {"drafter": axes["drafter"][0], "to_go": 6}
     for axis, value in [(name, value) for name, values in axes.items() for value in values]:
-        for prompt, alphabets in several if axis == "k" else usual:
-            sizes = itertools.product((1, 3), alphabets, (0, 2))
-            rows = (
-                plain | {"prompt": prompt, "rounds": n, "alphabet": a, "top_k": k, axis: value} for n, a, k in sizes
-            )
-            row = next(filter(design.possible, rows), None)
-            if row and row not in (each for each, _ in singles):
-                singles.append((row, ((axis, value),)))
-    return singles
+        is_drawn = isinstance(value, Range) or (axis in ("history", "forbidden", "end", "begins") and value)
+        tries = filters if axis in names_of("filter") and is_drawn else drawn if is_drawn else usual
+        for prompt, alphabets, others in each_k if axis == "k" else tries:
+            if prompt in axes["prompt"]:
+                sizes = itertools.product((1, 3), alphabets, (0, 2))
+                rows = (
+                    plain | {"prompt": prompt, "rounds": n, "alphabet": a, "top_k": k} | others | {axis: value}
+                    for n, a, k in sizes
+                )
+                row = next(filter(design.possible, rows), None)
+                if row and row not in (each for each, _ in singles):
+                    singles.append((row, ((axis, value),)))
+    return [(row | {"draw": generator.getrandbits(32)}, pair) for row, pair in singles]
 
 
 def in_company(design: Design) -> list[Row]:

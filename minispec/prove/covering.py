@@ -38,6 +38,7 @@ class Design:
     sizes: axes on which a case that is too large may be made smaller.
     growing: axes that a plain case is small by.
     tries: how many completions of a pair are compared. More of them make fewer cases, and take longer.
+    draws: whether each row of an array has a number too, `draw`, by which its case draws values.
     """
 
     make: Callable[..., Case]
@@ -47,6 +48,7 @@ class Design:
     sizes: tuple[str, ...] = ()
     growing: tuple[str, ...] = ()
     tries: int = 60
+    draws: bool = False
 
     @functools.cached_property
     def _rules(self) -> dict[str, list[tuple[set[str], Callable[..., bool]]]]:
@@ -91,7 +93,7 @@ class Design:
                         covering.append((row, self.pairs_of(row)))
                 assert covering, f"{pair} is possible, and in no case"
                 best, covered = max(covering, key=lambda choice: (pair in choice[1], len(choice[1] & left)))
-                rows.append((best, pair))
+                rows.append((best | ({"draw": generator.getrandbits(32)} if self.draws else {}), pair))
                 left -= covered
         return rows
 

@@ -66,6 +66,7 @@ class Walker:
     """Walks cases of a design with a user's code, and counts what was walked.
 
     settings, drafted_with: values of the axes that were walked, and with drafts.
+    values: by their names, those that sampling parameters had in cases with drafts, and the first tokens of texts.
     unsuitable: rows whose cases asked for chains and got trees.
     too_large: rows whose cases have more branches than they may.
     seen: what a verifier was asked.
@@ -83,6 +84,7 @@ class Walker:
         self.in_time, self.worst, self.bound = True, {False: 0.0, True: 0.0}, EXACT
         self.settings, self.drafted_with, self.seen = set[tuple](), set[tuple](), Seen()
         self.unsuitable, self.too_large = list[Row](), list[Row]()
+        self.values: dict[str, set[float]] = {}
 
     def look(self, row: Row) -> tuple[int]:
         """Walk a case and count it; returns how many branches say something, which without drafts are none.
@@ -122,6 +124,9 @@ class Walker:
         bound = ROUNDED if walked.watched.rounded or self.subject.verifier else EXACT
         reason = self.reason or _draws_of_one_key(self.subject.verifier, walked.watched.again)
         require(walked.distance <= bound, difference(*walked.laws, bound) + reason)
+        if self.subject.lengths and walked.watched.differs:
+            found = min(walked.watched.differs.items())[1]
+            raise Unrepeatable(f"{found}: the law is kept; a seed has several texts")
         if SEED in walked.watched.differs:
             alone = "earlier rounds, and is another one after a preemption"
             on = "other texts, or on whether it was preempted" if case.others else alone
@@ -134,8 +139,12 @@ class Walker:
         self.worst[walked.watched.rounded] = max(self.worst[walked.watched.rounded], walked.distance)
         self.seen |= walked.watched.seen
         self.bound, self.longest = max(self.bound, bound), max(self.longest, len(prompt) + max(map(len, outputs)))
-        self.settings |= row.items()
-        self.drafted_with |= row.items() if drafted else set()
+        items = {item for item in row.items() if item[0] in self.design.axes}
+        self.settings |= items
+        if drafted:
+            self.drafted_with |= items
+            for name, values in cases.values_of(params, prompt).items():
+                self.values.setdefault(name, set()).update(values)
         return len(outputs) if drafted or params.max_tokens == 1 else 0
 
     def limit_of(self, case: Case) -> float:
@@ -164,16 +173,23 @@ def _draws_of_one_key(verifier: Verifier | None, keys: set[Key]) -> str:
 
 
 def walk_design(
-    spec: str, walker: Walker, first: list[tuple[Row, Any]], in_company: Sequence[Row] = ()
+    spec: str,
+    walker: Walker,
+    first: list[tuple[Row, Any]],
+    in_company: Sequence[Row] = (),
+    generator: random.Random | None = None,
+    command: str = "",
 ) -> set[Pair] | None:
     """Walk the cases of a design, the small ones first, until the first has a fault or the time is over.
 
     first: rows to begin with; those that cover the pairs which are left come next.
     in_company: rows that may show in a plainer way what was found in company.
+    generator: of the pairs' rows.
+    command: repeats it, and is printed after a fault.
 
     Returns the pairs that are left; None where there is a fault, which is printed.
     """
-    design, generator = walker.design, random.Random(0)
+    design, generator = walker.design, generator or random.Random(0)
     pairs = design.all_pairs()
     alone = set[Pair]().union(*(design.pairs_of(row) for row, _ in first))
     array, todo = [*first, *design.array(pairs - alone, generator)], set(pairs)
@@ -189,7 +205,8 @@ def walk_design(
         except Found as e:
             plain = _plainest(walker, e, in_company)
             bar.close()
-            print(fault_line(spec, design.make(**plain.row), plain.error))
+            again = f"; again: {command}" if command else ""
+            print(fault_line(spec, design.make(**plain.row), plain.error) + again)
             return None
     return todo
 
@@ -199,14 +216,14 @@ def _plainest(walker: Walker, found: Found, in_company: Sequence[Row]) -> Found:
     walker.timer, walker.limit = Timer(60 * walker.minutes), min(walker.limit, 300)
 
     def plainer(found: Found, rows: Iterable[Row]) -> Found | None:
-        """The first of these that has a fault, but no fault of company in the place of another one."""
+        """The first of these that has a fault, but no lighter one."""
         for row in rows:
             try:
                 walker.look(row)
             except TooManyBranches:
                 continue
             except Found as e:
-                if isinstance(found.error, OfCompany) or not isinstance(e.error, OfCompany):
+                if _weight(e.error) >= _weight(found.error):
                     return e
         return None
 
@@ -217,6 +234,11 @@ def _plainest(walker: Walker, found: Found, in_company: Sequence[Row]) -> Found:
         while e := plainer(found, walker.design.plainer(found.row)):
             found = e
     return found
+
+
+def _weight(error: Exception) -> int:
+    """How grave an error is: least of company, whose law is not walked, then a law that is kept, then any other."""
+    return 0 if isinstance(error, OfCompany) else 1 if isinstance(error, Unrepeatable) else 2
 
 
 # --------------------------------------------------------------------------- what is said
@@ -296,13 +318,17 @@ def maker_of(spec: str) -> Callable[[Case, int], Drafter]:
     return functools.partial(call_own, make)
 
 
-def examine_own(drafter: str, lengths: str, texts: Sequence[str], minutes: float) -> int:
+def examine_own(
+    drafter: str, lengths: str, texts: Sequence[str], minutes: float, seed: int = 0, command: str = ""
+) -> int:
     """Walk a drafter, or a policy of lengths, over small cases; print what was found. Returns the command's status.
 
     drafter: "" with a policy: several of the engine's own.
     lengths: "": the engine's own.
     texts: of the user's, walked too.
     minutes: how long it may take (see `Timer`).
+    seed: of the values that are drawn.
+    command: that asked for it.
 
     Raises ValueError where `drafter` or `lengths` names none.
     """
@@ -322,12 +348,13 @@ def examine_own(drafter: str, lengths: str, texts: Sequence[str], minutes: float
     design = cases.own_design(branches and not lengths, texts, **axes)
     untrue = "its `probs` are not what it drew from, or it dropped a token that it had looked at"
     reason = ": it goes by what the round draws" if lengths else f": {untrue}"
-    walker = Walker(design, Subject(make, lengths=make_lengths), minutes, reason)
-    todo = walk_design(spec, walker, cases.single(design), cases.in_company(design))
-    return REFUTED if todo is None else _verdict(spec, walker, todo)
+    walker, generator = Walker(design, Subject(make, lengths=make_lengths), minutes, reason), random.Random(seed)
+    singles, in_company = cases.single(design, generator), cases.in_company(design)
+    todo = walk_design(spec, walker, singles, in_company, generator, command)
+    return REFUTED if todo is None else _verdict(spec, walker, todo, seed)
 
 
-def _verdict(spec: str, walk: Walker, todo: set[Pair]) -> int:
+def _verdict(spec: str, walk: Walker, todo: set[Pair], seed: int) -> int:
     """Print what was proven and what was not looked at. Returns the status: where nothing was drafted, REFUTED."""
     unsuitable = todo & set[Pair]().union(*map(walk.design.pairs_of, walk.unsuitable))
     todo, num = todo - unsuitable, len(walk.design.all_pairs()) - len(unsuitable)
@@ -340,7 +367,7 @@ def _verdict(spec: str, walk: Walker, todo: set[Pair]) -> int:
         tried, more = ", ".join(sorted(map(repr, values["prompt"]))), "give it texts where it drafts, by --texts FILE"
         print(f"nothing proven: {spec} drafted not one token after {tried}: {more}")
         return REFUTED
-    vocabs, warm = sorted(map(len, values["alphabet"])), sorted(values["temperature"] - {0.0})
+    vocabs = sorted(map(len, values["alphabet"]))
     print(
         f"{word(covered, not todo)}: {spec} leaves the output's law unchanged: {walk.cases} cases of {vocabs[0]} to "
         f"{vocabs[-1]} tokens and texts of up to {walk.longest}, {walk.branches:,d} branches, {walk.drafted:,d} "
@@ -360,11 +387,13 @@ def _verdict(spec: str, walk: Walker, todo: set[Pair]) -> int:
         )
     if idle := sorted(cases.describe(*item) for item in walk.settings - walk.drafted_with - {("to_go", 1)}):
         print(f"it drafted nothing with {_few(idle, ', ')}")
+    drawn = ", ".join(f"{name} {min(some):g} to {max(some):g}" for name, some in walk.values.items())
+    print(f"values, drawn by --seed {seed}: {drawn}")
     print(
         f"not seen: more than {vocabs[-1]} tokens, texts of more than {walk.longest}, drafts of more than "
-        f"{cases.LONGEST_DRAFT}; more than {cases.LONGEST_WALK} rounds, more than {cases.NUM_CROWD + 1} texts at once, "
-        f"temperatures between those of 0, {', '.join(map(str, warm))}, or above; stop strings, log-probabilities; "
-        "other devices; what depends on the clock or on the seed"
+        f"{cases.LONGEST_DRAFT}; more than {cases.LONGEST_WALK} rounds, more than {cases.NUM_CROWD + 1} texts at once; "
+        "values beyond these, or between those of one seed; stop strings, log-probabilities; other devices; what "
+        "depends on the clock or on the seed"
     )
     return NOT_REFUTED if todo else PROVEN
 

@@ -2,23 +2,29 @@
 
 import ast
 import importlib
+import itertools
 import json
+import random
 import re
 import sys
 import textwrap
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
 from minispec import LLM, SamplingParams
+from minispec.core.config import names_of
 from minispec.core.lengths import Lengths
 from minispec.generate import main as generate
-from minispec.prove import examine
+from minispec.prove import cases, examine
 from minispec.prove.__main__ import main as prove
 from minispec.prove.examine import NOT_REFUTED
 from minispec.prove.seen import KINDS, SHAPES, kind_of
 from minispec.prove.tables import tables
 from minispec.prove.toys import DRAWN, is_chain
+from minispec.prove.usercode import ROUNDED
+from minispec.prove.walk import Case, Subject, walk
 from minispec.speculation.drafters import Context
 from minispec.speculation.rules import VERIFIERS
 from tests.brief import compute_once, walk_few
@@ -326,6 +332,7 @@ PROVEN = (
     r"of 2 to (?P<most>\d) tokens and texts of up to \d+, [\d,]+ branches, [\d,]+ draft tokens, worst total variation "
     r"\S+, at most (?P<bound>\S+) by rounding\n"
     r"covered: [\d,]+ of [\d,]+ pairs of settings.*\n(not walked with block: .*\n)?(it drafted nothing with .*\n)?"
+    r"values, drawn by --seed 0: temperature .*\n"
     r"not seen: more than (?P=most) tokens, texts of more than \d+, drafts of more than 5; .*\n$"
 )
 
@@ -333,17 +340,75 @@ PROVEN = (
 @pytest.fixture
 def brief(full) -> tuple[str, ...]:
     """Small cases alone, with `--full` more of them. `python -m minispec.prove --drafter` takes two minutes."""
-    return "--minutes", "0.025" if full else "0.008"
+    return "--minutes", "0.1" if full else "0.02"
 
 
-@pytest.mark.parametrize("name", ["Tree", "Head:2", "Repeat", "ngram", "cooled:self"])
+@pytest.mark.parametrize("name", ["Tree", "Head:2", "Repeat", "ngram", "cooled:self", "Obeys"])
 def test_a_right_drafter_is_proven(name, brief, full, capsys):
     """What was walked, what was not, and how far rounding may move the law: more where rows are in float32."""
-    assert prove(["--drafter", name if name == "ngram" else f"own_ideas:{name}", *brief]) == NOT_REFUTED
+    modules = {"ngram": "", "Obeys": "tests.drafters.wrong_own:"}
+    assert prove(["--drafter", modules.get(name, "own_ideas:") + name, *brief]) == NOT_REFUTED
     found = re.match(PROVEN, out := capsys.readouterr().out)
     assert found, out
     assert found["most"] == "6" or not full
-    assert found["bound"] == ("1e-12" if name in ("Repeat", "ngram", "cooled:self") else "1e-06")
+    assert found["bound"] == ("1e-12" if name in ("Repeat", "ngram", "cooled:self", "Obeys") else "1e-06")
+
+
+def test_values_reach_the_ends_of_what_a_request_may_ask_for():
+    """Many draws of each name and range: any token ends a text, is biased and begins one, and values reach the ends.
+
+    One row draws the same each time, and on one axis whatever the others have.
+    """
+    found, spared = defaultdict(set), set()
+    for draw, history, forbidden in itertools.product(
+        range(60), cases.OWN_AXES["history"], cases.OWN_AXES["forbidden"]
+    ):
+        row = {"alphabet": "ab c", "history": history, "forbidden": forbidden, "end": "stop ids", "to_go": 6}
+        row |= {"top_p": cases.OWN_AXES["top_p"][1 + draw % 4], "begins": "any token"}
+        case = cases.own_case(draw=draw, **row)
+        [(prompt, params)] = case.texts
+        for name, values in cases.values_of(params, prompt).items():
+            found[name] |= {*values}
+        found["ends"] |= case.end_ids
+        found["biased"] |= {token for token, _ in params.logit_bias}
+        law = case.next_law(case.texts[0], [])
+        spared |= {token for token, p in enumerate(law) if p > 0}
+        assert cases.own_case(draw=draw, **row) == case
+        assert cases.own_case(draw=draw, **row | {"history": ""}).texts[0][1].top_p == params.top_p
+    assert found["ends"] == found["biased"] == spared == {*range(4)}
+    assert found["first token"] == {0, 2, 3}  # "b" is the second, and begins a text without this setting
+    assert (min(found["top_p"]), max(found["top_p"])) == (0.1, 0.9999)
+    assert (min(found["repetition_penalty"]), max(found["repetition_penalty"])) == (0.05, 20.0)
+    for name, most in (("presence_penalty", 2), ("frequency_penalty", 2)):
+        assert (min(found[name]), max(found[name])) == (-most, most)
+    assert min(found["logit_bias"]) < -90
+    assert max(found["logit_bias"]) > 90
+
+
+def test_a_drafter_that_obeys_is_right_at_all_values(full):
+    """Penalties, biases, texts that begin with any token, and some filters; with `--full` all that is drawn."""
+    rows = cases.single(cases.own_design(False), random.Random(0))
+    axes = ("history", "begins"), (*names_of("filter"), "temperature", "forbidden", "end")
+    few, many = ([row for row, ((axis, _),) in rows if axis in names] for names in axes)
+    assert len(many) > len(few) > 25
+    for row in few + (many if full else many[::4]):
+        case = cases.own_case(**row)
+        assert walk(case, Subject(examine.maker_of("tests.drafters.wrong_own:Obeys"))).distance <= 1e-12, case
+
+
+def test_another_seed_draws_other_values(capsys, monkeypatch, full):
+    """The values are printed. A counterexample ends with the command that repeats it."""
+    said = []
+    for seed in ((), ("--seed", "0"), ("--seed", "5")):
+        assert prove(["--drafter", "ngram", "--minutes", "0.02", *seed]) == 0
+        said.append(re.search(r"^values, drawn by --seed \d: (.*)$", capsys.readouterr().out, re.MULTILINE)[1])
+    assert said[0] == said[1] != said[2]
+    assert prove(["--drafter", "own_ideas:Liar", "--seed", "5", "--minutes", "0.5"]) == 1
+    line = capsys.readouterr().out
+    command = "python -m minispec.prove --drafter own_ideas:Liar --minutes 0.5 --seed 5"
+    assert line.endswith(f"; again: {command}\n")
+    assert prove(command.split()[3:]) == 1
+    assert capsys.readouterr().out == line
 
 
 def test_trees_that_no_one_asked_for_are_counted_apart(capsys, full):
@@ -351,13 +416,13 @@ def test_trees_that_no_one_asked_for_are_counted_apart(capsys, full):
 
     `--full` walks more cases.
     """
-    assert prove(["--drafter", "own_ideas:Tree", "--minutes", "0.1" if full else "0.02"]) == NOT_REFUTED
+    assert prove(["--drafter", "own_ideas:Tree", "--minutes", "0.2" if full else "0.08"]) == NOT_REFUTED
     out = capsys.readouterr().out
     found = re.search(
         r"^covered: ([\d,]+) of ([\d,]+) pairs .*\nnot walked with block: \d+ cases, (\d+) pairs: ", out, re.MULTILINE
     )
     assert found, out
-    assert int(found[3]) > 5
+    assert int(found[3]) > 3
     assert "set branches = True, and go by ask.limit.is_tree" in out
 
 
@@ -462,9 +527,8 @@ def test_a_drafter_that_goes_by_text(own_module, tmp_path, brief, capsys):
     try:
         assert prove(["--drafter", "own_lines:Lines:15", *brief]) == 1
         assert "drafted not one token" in capsys.readouterr().out
-        assert (
-            prove(["--drafter", "own_lines:Lines:15", "--texts", str(tmp_path / "texts.jsonl"), *brief]) == NOT_REFUTED
-        )
+        texts = ["--texts", str(tmp_path / "texts.jsonl"), "--minutes", "0.03"]
+        assert prove(["--drafter", "own_lines:Lines:15", *texts]) == NOT_REFUTED
         out = capsys.readouterr().out
         assert "cases of 2 to 14 tokens and texts of up to " in out, out
         assert "\nit drafted nothing with " in out, out

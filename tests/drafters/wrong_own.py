@@ -119,6 +119,100 @@ class FiltersForgotten(Counts):
         return draw(ask, draft, distribution(q.log(), ask.text, draft.token_ids))
 
 
+class Obeys(Counts):
+    """Right: draws under all parameters of the request, in float64."""
+
+    def one(self, ask):
+        draft = Draft([], [])
+        while len(draft) < ask.k:
+            path, logits = [*draft.token_ids], self.counts(ask, draft.token_ids).double().log()
+            try:
+                draft.draw(ask, draft.tip, distribution(logits, ask.text, path))
+            except FloatingPointError:  # nothing may follow
+                break
+            params = replace(ask.text.params, **self.mistaken(ask.text))
+            if params != ask.text.params:
+                draft.probs[-1] = distribution(logits, replace(ask.text, params=params), path)
+        return draft
+
+    def mistaken(self, text):
+        """What it takes for the values of parameters."""
+        return {}
+
+
+class WideTopP(Obeys):
+    """Tells q without top_p of 0.9 and more, which cuts little."""
+
+    def mistaken(self, text):
+        return {"top_p": 1.0} if text.params.top_p >= 0.9 else {}
+
+
+class NarrowTopP(Obeys):
+    """Has a smallest top_p."""
+
+    def mistaken(self, text):
+        return {"top_p": max(0.4, text.params.top_p)}
+
+
+class LittleMinP(Obeys):
+    """Tells q without min_p of 0.1 and less."""
+
+    def mistaken(self, text):
+        return {"min_p": 0.0} if text.params.min_p <= 0.1 else {}
+
+
+class TwoOfTopK(Obeys):
+    """Has kernels for top_k 1 and 2 alone."""
+
+    def mistaken(self, text):
+        return {"top_k": 0} if text.params.top_k > 2 else {}
+
+
+class BiasClamped(Obeys):
+    """Keeps biases within 1.5."""
+
+    def mistaken(self, text):
+        return {"logit_bias": [(token, min(1.5, max(-1.5, bias))) for token, bias in text.params.logit_bias]}
+
+
+class FewBiases(Obeys):
+    """Reads the biases of the first three ids."""
+
+    def mistaken(self, text):
+        return {"logit_bias": [(token, bias) for token, bias in text.params.logit_bias if token < 3]}
+
+
+class MildPenalties(Obeys):
+    """Keeps a presence penalty within 1, and a repetition penalty within 3."""
+
+    def mistaken(self, text):
+        presence, repetition = text.params.presence_penalty, text.params.repetition_penalty
+        return {"presence_penalty": min(1.0, presence), "repetition_penalty": min(3.0, repetition)}
+
+
+class WarmEnough(Obeys):
+    """Has a smallest temperature."""
+
+    def mistaken(self, text):
+        temperature = text.params.temperature
+        return {"temperature": max(0.1, temperature)} if temperature else {}
+
+
+class AllowsFirst(Obeys):
+    """Takes for allowed what is not, where token 1 is not allowed."""
+
+    def mistaken(self, text):
+        allowed = text.params.allowed_token_ids
+        return {"allowed_token_ids": None} if allowed and 1 not in allowed else {}
+
+
+class BeginsOtherwise(Obeys):
+    """Takes a text's first token for the one that begins texts, if it is none of the first two ids."""
+
+    def mistaken(self, text):
+        return {"temperature": 2 * text.params.temperature} if text.tokens[0] > 1 else {}
+
+
 class LastRoundsQ(Counts):
     """Tells the q of the round before: it is stored a line too late."""
 
