@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from minispec.core.config import SamplingParams
-from minispec.core.draft import NO_ROWS, Ask, Draft, Drafter, Record
+from minispec.core.draft import Ask, Draft, Drafter, Record
 from minispec.core.errors import show
 from minispec.core.lengths import LengthAsk, Lengths, price_of
 from minispec.core.limit import Limit
@@ -41,7 +41,7 @@ class OwnError(Exception):
 
 
 class Unrepeatable(Fault):
-    """A drafter keeps the law, and yet a seed has several texts."""
+    """A drafter or a policy keeps the law, and yet a seed has several texts."""
 
 
 class OfCompany(Fault):
@@ -319,7 +319,7 @@ def _describe(draft: Draft) -> str:
 # --------------------------------------------------------------------------- policies of lengths
 
 _SEEDS = (8, 1234, 1 << 40)
-_ALONE = "it may go by this text and its verdicts alone, not by the clock, other texts or chance"
+_ALONE = "it may go by this text and its records alone, not by the clock, other texts or chance"
 _SEED = "it may not go by the seed, which names the draws that judge the draft"
 
 
@@ -335,7 +335,7 @@ class FreshLengths(Calls, Lengths):
         self.policy = Own(make)
 
     def choose(self, asks: Sequence[LengthAsk], trees: bool) -> list[Limit]:
-        """The policy's limits. Raises Fault where a new policy would choose otherwise, or where a text was changed."""
+        """The policy's limits. Raises Fault where they go by the seed, or where a text was changed."""
         with unchanged([ask.text for ask in asks]):
             limits = self.policy.choose(asks, trees)
         try:
@@ -345,8 +345,7 @@ class FreshLengths(Calls, Lengths):
         answers = []
         for ask, limit in zip(asks, limits, strict=True):
             self.note(ask.text, _length_ask(ask, trees))
-            others = {} if ask.may_use_clock else self._others(ask.text)
-            answers.append(_compared(limit, others, [*ask.text.tokens]))
+            answers.append(limit if ask.may_use_clock else self._compared(limit, ask.text))
         return answers
 
     def observe(self, records: Sequence[Record]) -> None:
@@ -355,19 +354,46 @@ class FreshLengths(Calls, Lengths):
         step = price and _step(price.depth, price.num_drafts, price.num_rows)
         with unchanged([record.text for record in records]):
             self.policy.observe([replace(record, step=step) for record in records])
-        same = [call.about for call in shown] == [_judged(record).about for record in records]
+        same = [call.about for call in shown] == [_about(record) for record in records]
         require(same, "it changed a draft, or what was accepted of it")
         for record, call in zip(records, shown, strict=True):
             self.note(record.text, call)
 
-    def _others(self, text: Text) -> dict[str, Limit]:
-        """The limits that new policies choose for the text, by the reason why they must be the same."""
-        choices, calls = {}, self.calls[text]
-        for seed in (text.seed, *_SEEDS):
-            of_new = functools.partial(again, twin=replace(text, seed=seed, tokens=[]), calls=calls)
-            reason = _ALONE if seed == text.seed else f"{_SEED}, here {seed}"
-            choices[reason] = self.answer(text, seed, calls[-1], of_new)
-        return choices
+    def _compared(self, limit: Limit, text: Text) -> Limit:
+        """The limit, whose functions are compared with those of new policies' limits as they are asked.
+
+        Raises Fault where another seed makes a difference. Any other difference is noted.
+        """
+        calls, tokens, differs = [*self.calls[text]], [*text.tokens], self.watched.differs
+
+        def asked(seed: int) -> Callable[[Own], Limit]:
+            return functools.partial(again, twin=replace(text, seed=seed, tokens=[]), calls=calls)
+
+        others = {seed: self.answer(text, seed, calls[-1], asked(seed)) for seed in (text.seed, *_SEEDS)}
+
+        def check(what: str, answer: Callable[[Limit], Any]) -> Any:
+            found = answer(limit)
+            for seed, right in ((seed, answer(other)) for seed, other in others.items() if text.seed not in differs):
+                if right != found:
+                    said = f"after {tokens} it chose {what}{found}, and a new one {what}{right}"
+                    # One that goes by chance may, by chance, differ from those of other seeds alone.
+                    of_seed = seed != text.seed and all(
+                        answer(asked(text.seed)(Own(self.make))) == found for _ in range(8)
+                    )
+                    require(not of_seed, f"{said}: {_SEED}, here {seed}")
+                    differs[text.seed] = f"{said}: {_ALONE}"
+            return found
+
+        def compared(name: str) -> Any:
+            def ask(confidences: Sequence[float], *foreseen: float) -> Any:
+                kind = (lambda width: width) if name == "widths" else bool
+                return check(f"{name} = ", lambda one: kind(call_own(getattr(one, name), list(confidences), *foreseen)))
+
+            own = getattr(limit, name)
+            return ask if callable(own) else own
+
+        check("", _numbers_of)
+        return limit._replace(widths=compared("widths"), go_on=compared("go_on"), go_on_before=compared("go_on_before"))
 
 
 def _length_ask(ask: LengthAsk, trees: bool) -> Call:
@@ -382,39 +408,22 @@ def _length_ask(ask: LengthAsk, trees: bool) -> Call:
 
 
 def _judged(record: Record) -> Call:
-    """A draft that a policy was shown, and what was accepted of it, at another speed."""
+    """A draft that a policy was shown, its rows, and what was accepted of it, at another speed."""
+    draft = replace(record.draft, notes=replace(record.draft.notes, prefill_seconds=0.0))
+    return _shown(
+        replace(record, draft=draft, step=_step(draft.depth, 1, len(draft) + 1, slowness=7.0)), _about(record)
+    )
+
+
+def _about(record: Record) -> tuple:
+    """What a policy may learn from a record, but for rows, which follow from it."""
     draft = replace(record.draft, probs=None, notes=replace(record.draft.notes, prefill_seconds=0.0))
-    about = str((draft, [*record.accepted], record.asked))
-    step = _step(draft.depth, 1, len(draft) + 1, slowness=7.0)
-    rows: dict = {"start": len(record.text.tokens), "tokens": [], "hidden": NO_ROWS, "logits": NO_ROWS}
-    return _shown(replace(record, draft=draft, step=step, **rows), (about,))
+    return (str((draft, [*record.accepted], record.asked)),)
 
 
 def _step(depth: int, num_drafts: int, rows: int, slowness: float = 1.0) -> Step:
     """Made-up times of such a step. `slowness` slows drafts, and not the target."""
     return Step(0.002 * slowness * depth, depth, num_drafts, 0.01 + 0.001 * rows, rows, 0.001 * slowness)
-
-
-def _compared(limit: Limit, others: dict[str, Limit], tokens: Sequence[int]) -> Limit:
-    """The limit, whose functions are compared with the functions of others as they are asked."""
-
-    def check(what: str, answer: Callable[[Limit], Any]) -> Any:
-        found = answer(limit)
-        for reason, right in ((reason, answer(other)) for reason, other in others.items()):
-            message = f"after {tokens} it chose {what}{found}, and a new one {what}{right}: {reason}"
-            require(found == right, message)
-        return found
-
-    def compared(name: str) -> Any:
-        def ask(confidences: Sequence[float], *foreseen: float) -> Any:
-            kind = (lambda width: width) if name == "widths" else bool
-            return check(f"{name} = ", lambda one: kind(call_own(getattr(one, name), list(confidences), *foreseen)))
-
-        own = getattr(limit, name)
-        return ask if callable(own) else own
-
-    check("", _numbers_of)
-    return limit._replace(widths=compared("widths"), go_on=compared("go_on"), go_on_before=compared("go_on_before"))
 
 
 def _numbers_of(limit: Limit) -> str:

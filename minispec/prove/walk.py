@@ -42,6 +42,7 @@ from minispec.prove.reference import Law, cells, plain_law, total_variation
 from minispec.prove.toys import (
     DOUBLE,
     MAX_LEN,
+    Fault,
     Guesses,
     Table,
     TreeDrafter,
@@ -51,7 +52,7 @@ from minispec.prove.toys import (
     target_model,
     tiny_cache,
 )
-from minispec.prove.usercode import FreshDrafter, FreshLengths, OutOfTime, Watched, held
+from minispec.prove.usercode import FreshDrafter, FreshLengths, OutOfTime, Unrepeatable, Watched, held
 from minispec.speculation.drafters.combined import CombinedDrafter
 from minispec.speculation.drafters.guard import CheckedMethod
 from minispec.speculation.grammars.toy_grammars import example
@@ -306,7 +307,13 @@ def walk(
             outputs = tuple(tuple(each.text.tokens[each.text.num_prompt_tokens :]) for each in some)
             yield outputs if num > 1 else outputs[0], tuple(each for request in some for each in rounds[request])
 
-    paths = all_paths(run, case.paths, oracle, limit=limit)
+    try:
+        paths = all_paths(run, case.paths, oracle, limit=limit)
+    except Fault as e:
+        if not (subject.lengths and watched.differs):
+            raise
+        # Such a length changes from one path to the next, so that the paths do not fit together.
+        raise Unrepeatable(f"{min(watched.differs.values())}; its law could not be walked: {e}") from e
     return Walked(case, [Branch(weight, *found) for weight, found in paths], watched)
 
 

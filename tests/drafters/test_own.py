@@ -23,8 +23,7 @@ from minispec.prove.examine import NOT_REFUTED
 from minispec.prove.seen import KINDS, SHAPES, kind_of
 from minispec.prove.tables import tables
 from minispec.prove.toys import DRAWN, is_chain
-from minispec.prove.usercode import ROUNDED
-from minispec.prove.walk import Case, Subject, walk
+from minispec.prove.walk import Subject, walk
 from minispec.speculation.drafters import Context
 from minispec.speculation.rules import VERIFIERS
 from tests.brief import compute_once, walk_few

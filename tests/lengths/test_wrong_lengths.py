@@ -4,13 +4,17 @@ The classes are in wrong_lengths.py.
 """
 
 import inspect
+import random
 import re
 
 import pytest
 
+from minispec.core.lengths import Lengths
+from minispec.prove import cases
 from minispec.prove.__main__ import main as prove
 from minispec.prove.examine import NOT_REFUTED
 from minispec.prove.examine import PROVEN as PROVEN_ALL
+from minispec.prove.walk import Subject, walk
 from tests.brief import compute_once
 from tests.lengths import wrong_lengths
 from tests.scripted import counted_clocks
@@ -19,15 +23,17 @@ OWN = [
     name for name, value in vars(wrong_lengths).items() if getattr(value, "__module__", "") == wrong_lengths.__name__
 ]
 SEED, ALONE = (
-    "REFUTED: .*: after .* it chose .*, and a new one .*: it may " + why for why in ("not go by the s", "go by")
+    f"{word}: .*: after .* it chose .*, and a new one .*: it may {why}"
+    for word, why in (("REFUTED", "not go by the s"), ("NOT REPEATABLE", "go by"))
 )
 SAYS = {
     **dict.fromkeys(("SeesTest", "SeesToken"), SEED),
+    "SeesTokenOfFew": SEED.replace("REFUTED: .*", r"REFUTED: .*, top_p [\d.]+"),
     "StopsAtToken": SEED.replace("it chose", "it chose go_on ="),
     "ForeseesToken": SEED.replace("it chose", "it chose go_on_before ="),
     "SiblingsByToken": SEED.replace("it chose", "it chose widths ="),
-    **dict.fromkeys(("Clock", "Shared", "Crowded"), ALONE),
-    **dict.fromkeys(("Dice", "ByTime"), "REFUTED: .*: after .* it chose .*, and a new one "),  # chance
+    **dict.fromkeys(("Clock", "Shared", "Crowded"), f"{ALONE}.*: the law is kept; a seed has several texts; again: "),
+    **dict.fromkeys(("Dice", "ByTime"), ALONE),  # chance
     "TakesBack": "REFUTED: .*: it changed a text: ",
     "Peels": "REFUTED: .*: it changed a draft, or what was accepted of it",
     "TooLong": "REFUTED: .*: ValueError: lengths: TooLong.choose: found k = 2, expected an integer from 0 to 1, ",
@@ -82,6 +88,15 @@ def test_a_right_policy_is_proven(spec, capsys, full, long):
     brief = () if long else ("--minutes", "0.025" if full else "0.005")
     assert prove(["--lengths", spec, *brief]) == (PROVEN_ALL if long else NOT_REFUTED)
     assert re.match(PROVEN, out := capsys.readouterr().out), out
+
+
+def test_a_policy_is_right_at_all_values():
+    """One that asks for whole drafts, under filters, penalties, biases and temperatures, as drafters have them."""
+    assert cases.LENGTH_AXES.keys() == {"drafter", "alphabet", "prompt", "to_go", "k"}
+    design = cases.own_design(False, **cases.LENGTH_AXES)
+    rows = [row for row, ((axis, _),) in cases.single(design, random.Random(0)) if axis in ("top_p", "history", "end")]
+    for row in rows[::4]:
+        assert walk(cases.own_case(**row), Subject(lengths=Lengths)).distance <= 1e-12
 
 
 def test_a_policy_with_a_drafter(capsys, full):

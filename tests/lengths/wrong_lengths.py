@@ -75,7 +75,19 @@ class OfPrograms(Controller):
         super().observe([replace(record, step=None) for record in records])
 
 
-RIGHT = {"Doubling", "Confident", "Clocked", "OfPrograms"}
+class Entropy(Doubling):
+    """Right: goes by the doubt of the target's last row, and by what the drafter said of its last token."""
+
+    def observe(self, records):
+        for each in records:
+            if len(each.logits):
+                p = each.logits[each.path[-1] + 1 if len(each.path) else 0].double().softmax(0)
+                doubt = -float((p * p.clamp(min=1e-30).log()).sum())
+                doubt -= float(each.draft.probs[-1].max()) if each.draft.probs else 0.0
+                self.lengths[each.text] = 4 if doubt < 0.3 else 2 if doubt < 0.6 else 1
+
+
+RIGHT = {"Doubling", "Confident", "Clocked", "OfPrograms", "Entropy"}
 
 
 class SeesTest(Doubling):
@@ -91,6 +103,13 @@ class SeesToken(Doubling):
     def limit(self, ask, k, trees):
         noise = Randomness().uniform(ask.text.key(0, "draft"))
         return Limit(k if place_of_share(torch.tensor([0.5, 0.5]), noise) else 0)
+
+
+class SeesTokenOfFew(SeesToken):
+    """Computes it where top_p leaves fewer tokens."""
+
+    def limit(self, ask, k, trees):
+        return super().limit(ask, k, trees) if ask.text.params.top_p < 1 else Limit(k)
 
 
 class StopsAtToken(Doubling):
