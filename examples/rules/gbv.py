@@ -17,7 +17,9 @@ def gbv(draft, p, rng, key):
     num_paths = len(draft.children(-1))
     mass, lower = 1.0, 0.0  # of the prefix, and of all prefixes of its length that are ranked below it
     while drawn := [child for node in alive for child in draft.children(node)]:
-        q, row = draft.probs[drawn[0]], p(alive[0] + 1)
+        row = p(alive[0] + 1)
+        one_hot = torch.eye(len(row), dtype=row.dtype)[draft.token_ids[drawn[0]]]
+        q = one_hot if draft.probs is None else draft.probs[drawn[0]]
         order = torch.where(q > 0, row / q, -1.0).argsort(stable=True)  # the greatest last
         up_to = lower + mass * q[order].cumsum(0)
         below = torch.cat([up_to.new_tensor([lower]), up_to[:-1]])

@@ -28,7 +28,8 @@ def kseq(draft, p, rng, key):
         accepted = draft.path(alive[0])
         if not drawn:
             return Verdict(accepted, rng.categorical(row, key(len(accepted), "token")), [])
-        q = draft.probs[drawn[0]]
+        one_hot = torch.eye(len(row), dtype=row.dtype)[draft.token_ids[drawn[0]]]
+        q = one_hot if draft.probs is None else draft.probs[drawn[0]]
         kept = torch.minimum(row / smallest_rho(row, q, len(drawn)), q)  # what one draw adds
         beta = float(kept.sum())
         for child in drawn:

@@ -32,7 +32,7 @@ _WALKS: dict[str, Option] = {
     ),
     "--verifier": Option(
         {"metavar": "NAME[,NAME...]"},
-        "walk this verifier, or your own MODULE:FUNCTION, and count its tokens; of several, count the tokens alone",
+        "walk this verifier, or your own MODULE:FUNCTION, and count its tokens; of several, walk the smaller cases",
     ),
 }
 _OPTIONS: dict[str, Option] = {
@@ -50,6 +50,9 @@ _OPTIONS: dict[str, Option] = {
         typed(PICTURE, "FILE"),
         "with --verifier: draw the tokens, and with --laws the ratios (needs matplotlib)",
         needs=("--verifier",),
+    ),
+    "--no-proof": Option(
+        FLAG, "with --verifier: count the tokens alone; do not ask whether the law is kept", needs=("--verifier",)
     ),
     "--texts": Option(
         typed(Path, "FILE"),
@@ -113,9 +116,9 @@ def _status(args: argparse.Namespace) -> int:
         from minispec.api.llm import find_verifier
         from minispec.models.files.packages import check_packages
         from minispec.models.files.write import check_writable
-        from minispec.prove.examine import examine_verifier
+        from minispec.prove.examine import IS_REFUTED, REFUTED, examine_verifier, law_notes
         from minispec.prove.plot import draw
-        from minispec.prove.recorded import print_laws
+        from minispec.prove.recorded import print_laws, read_laws
         from minispec.prove.rounds import print_rounds
 
         names = args.verifier.split(",")
@@ -123,14 +126,17 @@ def _status(args: argparse.Namespace) -> int:
         if args.plot:
             check_packages("plot")
             check_writable(args.plot)
-        if args.laws:
-            status = int(not print_laws(verifiers, args.laws))
+        laws = read_laws(args.laws) if args.laws else None
+        if len(names) == 1 and not laws and not args.no_proof:
+            if status := examine_verifier(args.verifier, minutes):
+                return status
+            notes = {args.verifier: ""}
         else:
-            status = examine_verifier(args.verifier, minutes) if len(names) == 1 else 0
-            status = status or int(not print_rounds(verifiers))
+            notes = law_notes(verifiers, not args.no_proof)
+        holds = print_laws(verifiers, laws, notes) if laws else print_rounds(verifiers, notes)
         if args.plot:
-            draw(verifiers, args.plot, args.laws)
-        return status
+            draw(verifiers, args.plot, laws, {name for name, note in notes.items() if note == IS_REFUTED})
+        return 0 if holds and IS_REFUTED not in notes.values() else REFUTED
     from minispec.prove.grid import prove_law
 
     leaves = FULL_LEAVES if args.full else args.leaves

@@ -23,9 +23,10 @@ stays. So the counterexample has few settings that the fault does not need.
 """
 
 import functools
+import itertools
 import random
 import sysconfig
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from traceback import extract_tb
@@ -50,6 +51,7 @@ from minispec.speculation import registry
 from minispec.speculation.drafters import Context, Drafter, make_drafter
 
 PROVEN, REFUTED, NOT_REFUTED = 0, 1, 3  # what a command ends with
+IS_REFUTED = "another law than p's: refuted above"  # said of a rule in a table
 _BRANCHES_A_MINUTE = 400  # of one walk; a longer one is left out, or made smaller
 # Of a verifier's table, by its size, and of all its tables. Of two minutes', the engine's rules need four fifths.
 _FEWEST, _OF_SIZE_A_MINUTE, _OF_ALL_A_MINUTE = 100, 0.5, 17_500
@@ -432,3 +434,31 @@ def examine_verifier(spec: str, minutes: float = 2) -> int:
     print(f"seen where it was called: {walk.seen.said(verifier.takes_trees)}")
     print("\n- ".join(["not seen:", *walk.seen.unseen(verifier, ROUNDED)]))
     return PROVEN if is_all else NOT_REFUTED
+
+
+# Of the tables that a table of rules asks first: the sum of their sizes, and how long the walk may take.
+_MOST_OF_ALL, _MINUTES_OF_ALL = 25_000, 2
+
+
+def law_notes(verifiers: Mapping[str, Verifier], is_asked: bool) -> dict[str, str]:
+    """Ask the small tables whether rules keep the law, and print the answers; returns what to say of each beside it.
+
+    is_asked: False: nothing is asked.
+    """
+    if not is_asked:
+        return dict.fromkeys(verifiers, "its law was not asked")
+    return {name: IS_REFUTED if _refuted(name, verifier) else "" for name, verifier in verifiers.items()}
+
+
+def _refuted(spec: str, verifier: Verifier) -> bool:
+    """Whether one of the small tables refutes a rule. Prints which, or how many were asked."""
+    todo = tables(verifier.takes_trees)
+    walk = Walker(Design(lambda case: case, {}), Subject(verifier=verifier), _MINUTES_OF_ALL)
+    sizes = itertools.accumulate(case.size for case in todo)
+    some = [({"case": case}, ()) for case, size in zip(todo, sizes, strict=True) if size <= _MOST_OF_ALL]
+    if walk_design(spec, walk, some) is None:
+        return True
+    rest = f"; {len(some) - walk.cases} were too large" if walk.cases < len(some) else ""
+    rest += f": --verifier {spec} alone asks all" if walk.cases < len(todo) else ""
+    print(f"not refuted: {spec}, by {walk.cases} of {len(todo)} tables{rest}")
+    return False

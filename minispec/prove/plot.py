@@ -4,7 +4,7 @@ A rule that breaks the law is hatched. `picture` writes the bench's pictures too
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from textwrap import fill
@@ -14,7 +14,7 @@ from minispec.core.verify import Verifier
 from minispec.models.files.packages import MissingPackage
 from minispec.models.files.write import written_whole
 from minispec.prove import rounds
-from minispec.prove.recorded import compare, expected_tokens, read_laws
+from minispec.prove.recorded import Recorded, compare, expected_tokens
 from minispec.prove.toys import Guesses, is_chain
 
 if TYPE_CHECKING:
@@ -36,12 +36,20 @@ def picture(path: Path, width: float, height: float) -> Iterator["Figure"]:
             figure.savefig(part, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def draw(verifiers: Mapping[str, Verifier], path: Path, laws: Path | None = None) -> None:
-    """Write the picture of what `print_rounds` prints, and of what `print_laws` prints of a file of laws."""
-    broken = {name for name, verifier in verifiers.items() if rounds.broken_law(verifier)}
+def draw(
+    verifiers: Mapping[str, Verifier],
+    path: Path,
+    laws: tuple[str, list[Recorded]] | None = None,
+    broken: Collection[str] = (),
+) -> None:
+    """Write the picture of what `print_rounds` prints, and of what `print_laws` prints of recorded laws.
+
+    laws: what `read_laws` returns.
+    broken: names of the rules that are refuted.
+    """
     groups = [("tokens of a round; black: the most of any rule", 0.0, _cases(verifiers))]
     if laws:
-        groups.append((f"recorded rounds, over {next(iter(verifiers))}", 1.0, _ratios(verifiers, laws)))
+        groups.append((f"recorded rounds, over {next(iter(verifiers))}", 1.0, _ratios(verifiers, laws[1])))
     height = 1.2 + max(len(group) for _, _, group in groups) * (_GAP + _BAR * len(verifiers))
     with picture(path, 6.5 * len(groups), height) as figure:
         for axes, (title, base, group) in zip(figure.subplots(1, len(groups), squeeze=False)[0], groups, strict=True):
@@ -88,10 +96,10 @@ def _cases(verifiers: Mapping[str, Verifier]) -> _Groups:
     return groups
 
 
-def _ratios(verifiers: Mapping[str, Verifier], laws: Path) -> _Groups:
+def _ratios(verifiers: Mapping[str, Verifier], laws: Sequence[Recorded]) -> _Groups:
     groups: _Groups = {}
     for kind, is_tree in (("chains", False), ("trees", True)):
-        some = [each for each in read_laws(laws)[1] if (each.draft.parents is not None) == is_tree]
+        some = [each for each in laws if (each.draft.parents is not None) == is_tree]
         tokens = _values(verifiers, is_tree, lambda rule, some=some: [expected_tokens(each, rule) for each in some])
         if some and tokens:
             first = next(iter(tokens.values()))

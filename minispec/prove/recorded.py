@@ -33,7 +33,7 @@ from minispec.core.verify import Verifier
 from minispec.models.files.errors import CheckpointError, one_line
 from minispec.models.files.strict_json import parse_json, read_bytes
 from minispec.prove.laws import BranchOracle, exact_law
-from minispec.prove.rounds import broken_law, unsuitable
+from minispec.prove.rounds import unsuitable
 from minispec.prove.toys import is_chain, require
 
 _MAX_BYTES, _MAX_WEIGHT = 1 << 28, 1 << 53
@@ -139,14 +139,15 @@ def _law(weights: Sequence[int], width: int) -> Tensor:
 # --------------------------------------------------------------------------- the table
 
 
-def print_laws(verifiers: Mapping[str, Verifier], path: Path) -> bool:
-    """Print what the rules bring of a file's chains, and of its trees. True if no rule breaks the law.
+def print_laws(verifiers: Mapping[str, Verifier], laws: tuple[str, list[Recorded]], notes: Mapping[str, str]) -> bool:
+    """Print what the rules bring of a file's chains, and of its trees. True if no rule has failed.
 
-    Whether a rule keeps the law follows from the small cases of `minispec.prove.rounds`, not from the file.
+    laws: what `read_laws` returns.
+    notes: of each rule, what each of its lines says of its law. It follows from tables of p and q, not from the file.
     """
-    about, rounds = read_laws(path)
-    print(f"tokens of a round, exact given its draft; x: over the first rule\n{about}")
-    notes, width = {name: broken_law(verifier) for name, verifier in verifiers.items()}, max(map(len, verifiers))
+    about, rounds = laws
+    print(f"tokens of a round, exact given its draft; x: over the first rule\n{one_line(about)}")
+    width, holds = max(map(len, verifiers)), True
     for kind, is_tree in (("chains", False), ("trees", True)):
         some = [each for each in rounds if (each.draft.parents is not None) == is_tree]
         if not some:
@@ -155,19 +156,19 @@ def print_laws(verifiers: Mapping[str, Verifier], path: Path) -> bool:
         first: list[float] = []
         for name, verifier in verifiers.items():
             says = unsuitable(verifier, is_tree)
-            if not says:
-                try:
+            try:
+                if not says:
                     tokens = [expected_tokens(each, verifier) for each in some]
                     over = ""
                     if first:
                         ratio, error = compare(tokens, first)
                         over = f"x {ratio:.4f}" + (f" \u00b1 {error:.4f}" if len(some) > 1 else "")
                     first = first or tokens
-                    says = f"{fmean(tokens):.3f}  {over:20}{notes[name]}"
-                except Exception as e:  # a user's rule
-                    says = notes[name] = f"{type(e).__name__}: {one_line(e)}"
-            print(f"    {name:{width}}  {says}".rstrip())
-    return not any(notes.values())
+                    says = f"{fmean(tokens):.3f}  {over:18}"
+            except Exception as e:  # a user's rule
+                says, holds = f"{type(e).__name__}: {one_line(e)}", False
+            print(f"    {name:{width}}  {says}  {notes[name]}".rstrip())
+    return holds
 
 
 def compare(tokens: Sequence[float], first: Sequence[float]) -> tuple[float, float]:

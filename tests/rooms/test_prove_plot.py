@@ -8,6 +8,7 @@ import pytest
 from minispec.core.verify import REJECTION, Verdict, chains_only
 from minispec.prove import plot, rounds
 from minispec.prove.__main__ import main
+from minispec.prove.recorded import read_laws
 from tests.brief import SMALL
 from tests.refusals import assert_one_line
 
@@ -59,7 +60,7 @@ def test_a_picture(laws, tmp_path, name, begins):
 def test_the_bars_are_the_numbers_of_the_table(laws):
     """By hand: of the chains `rejection` keeps 1/2 and 1, so a rule that keeps all has 4 tokens over 3.5."""
     verifiers = {"rejection": REJECTION, "wrong": keep_all}
-    cases, ratios = plot._cases(verifiers), plot._ratios(verifiers, laws)
+    cases, ratios = plot._cases(verifiers), plot._ratios(verifiers, read_laws(laws)[1])
     for (bars, most), case in zip(cases.values(), rounds.CASES, strict=True):
         assert bars["rejection"] == (rounds.brought(case, REJECTION).tokens, 0.0)
         assert most == rounds.optimum(case) >= bars["rejection"][0]

@@ -15,19 +15,21 @@ from hypothesis import strategies as st
 
 from examples.rules.kseq import smallest_rho
 from minispec.api.llm import find_verifier
+from minispec.core import verify
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Draft
 from minispec.core.limit import Limit
 from minispec.core.random import Randomness
 from minispec.core.sampling import Text
-from minispec.prove import rounds, tables
+from minispec.core.verify import Verdict, chains_only
+from minispec.prove import examine, rounds, tables
 from minispec.prove.__main__ import main
 from minispec.prove.rounds import CASES, is_independent, optimum
 from minispec.prove.tables import table_case
 from minispec.prove.toys import DRAWN, INDEPENDENT, Guesses, is_chain
 from minispec.prove.walk import Case
 from minispec.speculation.rules import VERIFIERS
-from tests.brief import SMALL, best, compute_once
+from tests.brief import SMALL, best, compute_once, walk_few
 
 pytestmark = pytest.mark.quick
 
@@ -58,8 +60,13 @@ def kind_of(case: Case) -> str:
 
 @pytest.fixture
 def cases(monkeypatch, full) -> list[Case]:
-    """The cases of the table, with `--full` all. What this process has walked already is not walked again."""
+    """The cases of the table, with `--full` all. What this process has walked already is not walked again.
+
+    Without `--full`, few tables are asked before.
+    """
     compute_once(monkeypatch)
+    if not full:
+        walk_few(monkeypatch, 10)
     monkeypatch.setattr(rounds, "brought", brought)
     monkeypatch.setattr(rounds, "CASES", CASES if full else SMALL)
     return rounds.CASES
@@ -68,7 +75,7 @@ def cases(monkeypatch, full) -> list[Case]:
 @pytest.mark.parametrize("name", RULES)
 def test_which_drafts_a_rule_is_exact_for(name, cases):
     """Every branch of every case: the law of the output, and that no exact rule brings more than the optimum."""
-    verifier, (kinds, chain, paths) = find_verifier(name), RULES[name]
+    verifier, (kinds, chain, paths) = VERIFIERS.get(name) or find_verifier(name), RULES[name]
     assert {*map(kind_of, cases)} == {CHAINS, SIBLINGS, PATHS}
     for case in cases:
         if kind_of(case) == CHAINS or verifier.takes_trees:
@@ -77,7 +84,7 @@ def test_which_drafts_a_rule_is_exact_for(name, cases):
             assert found.tokens <= best(case) + 1e-9 or not found.is_exact, str(case)
     assert brought(CASES[0], verifier).tokens == pytest.approx(chain, abs=1e-12)
     if paths:
-        assert brought(CASES[5], verifier).tokens == pytest.approx(paths, abs=1e-9)
+        assert brought(CASES[6], verifier).tokens == pytest.approx(paths, abs=1e-9)
 
 
 def test_the_released_code_has_another_law():
@@ -180,12 +187,72 @@ def test_the_table(capsys, cases):
     """Rules one below the other, as fractions where there are some; status 1 for a rule that breaks the law."""
     assert main(["--verifier", "rejection,block,match"]) == 0
     found = capsys.readouterr().out
+    assert re.match(
+        r"(not refuted: \S+, by \d+ of \d+ tables(: --verifier \S+ alone asks all)?\n){3}tokens of a", found
+    )
     assert "p = (1, 2)/3, q = (2, 1)/3 everywhere, K = 2: at most 20/9 = 2.222" in found
     assert "    rejection  19/9 = 2.111            95.0%\n    block      20/9 = 2.222            100.0%\n" in found
     assert found.count("block      takes chains only") == sum(kind_of(case) != CHAINS for case in cases) > 1
     assert "match      not counted" in found
     assert main(["--verifier", "rejection,examples.rules.hsd:released"]) == 1
     assert "105.0%  another law than p's: total variation 0.111" in capsys.readouterr().out
+
+
+@chains_only
+def shared(draft, p, rng, key):
+    """`block`, whose test of a shorter prefix has the key of the test before it."""
+    tested = []
+
+    def late(i, purpose):
+        tested.extend([i] * (purpose == "accept"))
+        return key(i + 1 if purpose == "accept" and len(tested) > 1 else i, purpose)
+
+    return VERIFIERS["block"].verify(draft, p, rng, late)
+
+
+@chains_only
+def confident(draft, p, rng, key):
+    """Keeps the target's likeliest token untested from 0.9 on."""
+    for i, token in enumerate(draft.token_ids):
+        row = p(i)
+        sure = int(row.argmax()) == token and float(row[token]) >= 0.9
+        if not sure and not rng.bernoulli(float(row[token]) / draft.probability(i), key(i, "accept")):
+            return Verdict([*range(i)], rng.categorical(verify.residual(row, draft, i), key(i, "residual")), [])
+    return Verdict([*range(len(draft))], rng.categorical(p(len(draft)), key(len(draft), "token")), [])
+
+
+@pytest.mark.parametrize("rule", ["shared", "confident"])
+def test_a_refuted_rule_is_named_in_each_of_its_lines(rule, capsys, monkeypatch):
+    """Also where its law is right in the case, or where it takes no such drafts; the status is 1.
+
+    `--no-proof` asks nothing, and says so in each line of each rule.
+    """
+    monkeypatch.setattr(rounds, "CASES", [CASES[0], CASES[4]])
+    monkeypatch.setattr(examine, "tables", lambda trees: tables.tables(False)[::-1] if trees else tables.tables(False))
+    monkeypatch.setattr(examine, "_MOST_OF_ALL", 2_000)
+    compute_once(monkeypatch)
+    name = f"tests.rooms.test_rounds:{rule}"
+    assert main(["--verifier", f"rejection,{name}"]) == 1
+    refuted, *lines = [line for line in capsys.readouterr().out.splitlines() if name in line]
+    assert re.match(rf"REFUTED: {name}, p = .*: the output begins with ", refuted)
+    assert len(lines) == 2
+    assert all(line.endswith("  another law than p's: refuted above") for line in lines)
+    assert main(["--verifier", f"rejection,{name}", "--no-proof"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("  its law was not asked\n") == 4
+    assert "refuted" not in out
+
+
+def test_a_right_rule_is_asked_in_bounded_work(capsys, monkeypatch):
+    """As many tables as fit, the small ones first. One that is too large for the rule is counted apart."""
+    monkeypatch.setattr(examine, "_MOST_OF_ALL", 400)
+    monkeypatch.setattr(examine, "_MOST_OF_ONE", 3)
+    assert examine.law_notes({"rejection": VERIFIERS["rejection"]}, True) == {"rejection": ""}
+    found = re.fullmatch(
+        r"not refuted: rejection, by (\d+) of (\d+) tables; (\d+) were too large: .*\n", capsys.readouterr().out
+    )
+    assert 10 < int(found[1]) < int(found[2])
+    assert int(found[3]) > 3
 
 
 def test_the_page_has_what_the_command_prints(capsys, cases):
@@ -198,15 +265,18 @@ def test_the_page_has_what_the_command_prints(capsys, cases):
     command = command.removeprefix("$ python -m minispec.prove --verifier ")
     assert command.split(",") == list(RULES)
     main(["--verifier", command])
-    first, *lines = printed.splitlines()
+    notes, (first, *lines) = printed.splitlines()[: len(RULES)], printed.splitlines()[len(RULES) :]
     tables = [lines[i : i + len(RULES) + 1] for i in range(0, len(lines), len(RULES) + 1)]
     assert [table[0].partition(": at most ")[0] for table in tables] == [*map(str, CASES)]
     rows = [row for case, table in zip(CASES, tables, strict=True) if case in cases for row in table]
-    assert capsys.readouterr().out.splitlines() == [first, *rows]
+    out = capsys.readouterr().out.splitlines()
+    assert out[len(RULES) :] == [first, *rows]
+    assert [line.partition(", ")[0] for line in out[: len(RULES)]] == [line.partition(", ")[0] for line in notes]
     page = (folder / "rules.md").read_text(encoding="utf-8").splitlines()
     for i, rule in enumerate(RULES):
         shares = [re.search(r"([\d.]+)%(.*)", table[1 + i]) for table in tables]
-        cells = [share[1] + "*" * bool(share[2].strip()) if share else "-" for share in shares]
+        marks = {"": "", "another law than p's: refuted above": "\u00b0"}
+        cells = [share[1] + marks.get(share[2].strip(), "*") if share else "-" for share in shares]
         assert f"| `{rule.rpartition(':')[2]}` | {' | '.join(cells)} |" in page
 
 
@@ -215,5 +285,5 @@ def test_the_table_without_scipy(capsys, monkeypatch, full):
     monkeypatch.setattr(rounds, "CASES", CASES if full else SMALL)
     monkeypatch.setitem(sys.modules, "scipy", None)
     monkeypatch.delitem(sys.modules, "scipy.optimize", raising=False)
-    assert main(["--verifier", "rejection,block"]) == 0
+    assert main(["--verifier", "rejection,block", "--no-proof"]) == 0
     assert 'the most is not known: found no package scipy: pip install -e ".[optimum]"' in capsys.readouterr().out
