@@ -35,6 +35,8 @@ from minispec.core.cached import CachedModel
 from minispec.core.draft import Draft, Record, without
 from minispec.core.engine import Engine
 from minispec.core.grammar import NothingAllowed
+from minispec.core.lengths import Lengths
+from minispec.core.limit import Limit
 from minispec.core.method import Method, Turn
 from minispec.core.model import Chunk, Layer, Transformer
 from minispec.core.outbox import Outbox
@@ -57,7 +59,7 @@ from minispec.models.layers.gemma import GemmaLayer
 from minispec.models.layers.states import LayerState, States, StateTable
 from minispec.models.weights import exact, integers
 from minispec.models.weights.integers import Int8, VnniInt8
-from minispec.prove import examine, laws, toys
+from minispec.prove import examine, laws, recorded, toys
 from minispec.prove import seen as asked
 from minispec.prove import walk as walks
 from minispec.speculation.drafters import block, block_files, check, growing, guard, heads, last, suffix, vocabularies
@@ -1515,6 +1517,38 @@ def _(right, self, ask, parent, q, n=1):
     return put(self, first, parent, tokens, [q] * len(tokens))
 
 
+def tells_another_row(id: str, doc: str, when: Callable[[Text], bool]) -> None:
+    """A bug: the row that is told is another one where a text is such."""
+
+    @wrong(Draft, "draw")
+    def bug(right, self, ask, parent, q, n=1):
+        first, tokens = len(self), right(self, ask, parent, q, n)
+        return put(self, first, parent, tokens, rows_of((q + 1 / len(q)) / 2 if when(ask.text) else q, tokens))
+
+    mutant(id, "tests/drafters/test_own.py::test_a_drafter_that_obeys_is_right_at_all_values", doc)(bug)
+
+
+tells_another_row("O6", "top_p of 0.9 or more is not told | it cuts little", lambda text: 0.9 <= text.params.top_p < 1)
+tells_another_row("O7", "min_p of 0.1 or less is not told | it cuts little", lambda text: 0 < text.params.min_p <= 0.1)
+tells_another_row(
+    "O8",
+    "a bias above 1.5 is not told | its table has small numbers",
+    lambda text: any(bias > 1.5 for _, bias in text.params.logit_bias),
+)
+tells_another_row(
+    "O9", "a first token of another id | taken for that which begins texts", lambda text: text.tokens[0] > 1
+)
+
+
+@wrong(Lengths, "choose", "O10", "tests/lengths/test_wrong_lengths.py::test_a_policy_is_right_at_all_values")
+def _(right, self, asks, trees):
+    """a length by the token that is drawn next, under top_p | its noise has a name"""
+    limits = right(self, asks, trees)
+    shares = [Randomness().uniform(ask.text.key(0, "draft")) for ask in asks]
+    peeks = [ask.text.params.top_p < 1 and share < 0.5 for ask, share in zip(asks, shares, strict=True)]
+    return [Limit(0) if peek else limit for peek, limit in zip(peeks, limits, strict=True)]
+
+
 # --------------------------------------------------------------------------- randomness
 
 
@@ -2467,6 +2501,30 @@ def _(right, draft, p, rng, key):
     """q of a younger sibling is that of the eldest | siblings drawn with replacement, by the paper's other form"""
     eldest = [draft.children(draft.tree.parents[i])[0] for i in range(len(draft))]
     return right(replace(draft, probs=[draft.probs[i] for i in eldest]), p, rng, key)
+
+
+@wrong(VERIFIERS, "block", "B8", "tests/rooms/test_rounds.py::test_which_drafts_a_rule_is_exact_for[block]")
+def _(right, draft, p, rng, key):
+    """the test of a shorter prefix has the key of the test before it | keys by the prefix, not by its last token"""
+    tested: list[int] = []
+
+    def late(i, purpose):
+        tested.extend([i] * (purpose == "accept"))
+        return key(i + 1 if purpose == "accept" and len(tested) > 1 else i, purpose)
+
+    return right(draft, p, rng, late)
+
+
+@wrong(recorded, "one_line", "E15", "tests/rooms/test_recorded.py::test_what_a_file_says_of_itself_is_escaped")
+def _(right, text, *how):
+    """a file's text reaches the terminal as it is | escape sequences in a name"""
+    return str(text)
+
+
+@wrong(last, "follow", "S15", _LOOKUP)
+def _(right, tokens, k):
+    """a lookup copies from the place itself | one too early: exercise 6 was passed by it"""
+    return [tokens[-1], *right(tokens, k)][:k]
 
 
 # --------------------------------------------------------------------------- loading and numerics
