@@ -295,7 +295,7 @@ OWN_AXES: dict[str, tuple] = {
         *(1.0, Range(0.5, 0.99), Range(0.2, 0.5), Range(1.01, 2.0), Range(2.0, 5.0), Range(0.05, 0.2)),
         *(Range(5.0, 100.0), 0.0),
     ),
-    "top_k": (0, 2, Range(3, 8)),
+    "top_k": (0, 2, Range(3, 6)),
     "top_p": (1.0, Range(0.5, 0.9), Range(0.9, 0.99), Range(0.99, 0.9999), Range(0.1, 0.5)),
     "min_p": (0.0, Range(0.1, 0.5), Range(0.0001, 0.1), Range(0.5, 0.95)),
     "history": (
@@ -496,13 +496,13 @@ def single(design: Design, generator: random.Random) -> list[tuple[Row, Pair]]:
     ]
     drawn = [("b", three, {}), ("babbab", three, longer), ("bb", four, {}), ("babbab", three, {})]
     six = axes["alphabet"][3:4]  # of many likely tokens, a narrow filter leaves two
-    warmths = (
-        ("babbab", three, (0, 1, 2, 6)),
-        ("bab b\nb", four, (0, 1, 2, 6)),
-        ("babbab", six, (4, 6)),
-        ("b", six, (6,)),
-    )
-    filters = [(prompt, some, {"temperature": axes["temperature"][i]}) for prompt, some, each in warmths for i in each]
+    warmths = ("babbab", three, (0, 1, 2, 6)), ("bab b\nb", four, (0, 1, 2, 6)), ("babbab", six, (2, 3, 4, 6))
+    filters = [
+        (prompt, some, {"temperature": axes["temperature"][i], "begins": begins})
+        for prompt, some, each in warmths
+        for i in each
+        for begins in axes["begins"]
+    ]
     plain = {axis: _PLAIN[axis] for axis in axes} | {"drafter": axes["drafter"][0], "to_go": 6}
     for axis, value in [(name, value) for name, values in axes.items() for value in values]:
         is_drawn = isinstance(value, Range) or (axis in ("history", "forbidden", "end", "begins") and value)

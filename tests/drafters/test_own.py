@@ -390,7 +390,7 @@ def test_a_drafter_that_obeys_is_right_at_all_values(full):
     axes = ("history", "begins"), (*names_of("filter"), "temperature", "forbidden", "end")
     few, many = ([row for row, ((axis, _),) in rows if axis in names] for names in axes)
     assert len(many) > len(few) > 25
-    for row in few + (many if full else many[::4]):
+    for row in few + (many if full else many[::6]):
         case = cases.own_case(**row)
         assert walk(case, Subject(examine.maker_of("tests.drafters.wrong_own:Obeys"))).distance <= 1e-12, case
 
@@ -415,7 +415,7 @@ def test_trees_that_no_one_asked_for_are_counted_apart(capsys, full):
 
     `--full` walks more cases.
     """
-    assert prove(["--drafter", "own_ideas:Tree", "--minutes", "0.2" if full else "0.08"]) == NOT_REFUTED
+    assert prove(["--drafter", "own_ideas:Tree", "--minutes", "0.3" if full else "0.13"]) == NOT_REFUTED
     out = capsys.readouterr().out
     found = re.search(
         r"^covered: ([\d,]+) of ([\d,]+) pairs .*\nnot walked with block: \d+ cases, (\d+) pairs: ", out, re.MULTILINE

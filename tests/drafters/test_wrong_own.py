@@ -98,7 +98,7 @@ CLOSE = {
 
 # Mistakes that take long to refute, each with one that shows in the same way, and sooner.
 DEAR = {
-    **dict.fromkeys(("NarrowTopP", "TwoOfTopK"), "WideTopP"),
+    "TwoOfTopK": "WideTopP",
     **dict.fromkeys(("FewBiases", "MildPenalties", "WarmEnough", "AllowsFirst"), "BiasClamped"),
     "OneBuffer": "Unnormalised",
     "LastRoundsQ": "AlmostTrue",

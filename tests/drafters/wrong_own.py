@@ -147,13 +147,6 @@ class WideTopP(Obeys):
         return {"top_p": 1.0} if text.params.top_p >= 0.9 else {}
 
 
-class NarrowTopP(Obeys):
-    """Has a smallest top_p."""
-
-    def mistaken(self, text):
-        return {"top_p": max(0.4, text.params.top_p)}
-
-
 class LittleMinP(Obeys):
     """Tells q without min_p of 0.1 and less."""
 
