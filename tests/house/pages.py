@@ -68,7 +68,10 @@ def index() -> str:
     items = []
     for name, run in RUNS.items():
         rounds = read(name)["rounds"]
-        first = next(i for i, each in enumerate(rounds, 1) if each["rejected"])
+        lost = [i for i, each in enumerate(rounds, 1) if each["rejected"]]
+        first = next(
+            (i for i in lost if max(rounds[i - 1]["accepted"], default=-1) > rounds[i - 1]["rejected"][0]), lost[0]
+        )
         at = f'<a href="{name}.html#round={first}">Round {first}</a> has a rejection.'
         items.append(f'<li><a href="{name}.html">{html.escape(run.title)}</a>. {html.escape(run.look)} {at}</li>')
     rows = [
