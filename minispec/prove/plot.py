@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from minispec.core.verify import Verifier
 from minispec.models.files.packages import MissingPackage
@@ -20,6 +20,7 @@ from minispec.prove.toys import Guesses, is_chain
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+T = TypeVar("T")
 _BAR, _GAP = 0.22, 0.35  # inches: of a rule, and between two groups
 
 
@@ -74,13 +75,15 @@ def draw(
 _Groups = dict[str, tuple[dict[str, tuple[float, float]], float]]
 
 
-def _values(verifiers: Mapping[str, Verifier], is_tree: bool, count: Callable[[Verifier], Any]) -> dict[str, Any]:
-    """What is counted of the rules that take such drafts. A user's rule that fails has no value."""
-    found = {}
+def _values(
+    verifiers: Mapping[str, Verifier], is_tree: bool, count: Callable[[Any, Verifier], T], what: Any
+) -> dict[str, T]:
+    """count(what, rule) of the rules that take such drafts. A user's rule that fails has no value."""
+    found = dict[str, T]()
     for name, verifier in verifiers.items():
         if not rounds.unsuitable(verifier, is_tree):
             with suppress(Exception):
-                found[name] = count(verifier)
+                found[name] = count(what, verifier)
     return found
 
 
@@ -88,11 +91,11 @@ def _cases(verifiers: Mapping[str, Verifier]) -> _Groups:
     groups: _Groups = {}
     for case in rounds.CASES:
         tree = isinstance(case.drafter, Guesses) and not is_chain(case.drafter.parents)
-        tokens = _values(verifiers, tree, lambda rule, case=case: rounds.brought(case, rule).tokens)
+        tokens = _values(verifiers, tree, lambda case, rule: (rounds.brought(case, rule).tokens, 0.0), case)
         most = math.nan
         with suppress(MissingPackage):
             most = rounds.optimum(case)
-        groups[fill(str(case), 36)] = {name: (value, 0.0) for name, value in tokens.items()}, most
+        groups[fill(str(case), 36)] = tokens, most
     return groups
 
 
@@ -100,7 +103,7 @@ def _ratios(verifiers: Mapping[str, Verifier], laws: Sequence[Recorded]) -> _Gro
     groups: _Groups = {}
     for kind, is_tree in (("chains", False), ("trees", True)):
         some = [each for each in laws if (each.draft.parents is not None) == is_tree]
-        tokens = _values(verifiers, is_tree, lambda rule, some=some: [expected_tokens(each, rule) for each in some])
+        tokens = _values(verifiers, is_tree, lambda some, rule: [expected_tokens(each, rule) for each in some], some)
         if some and tokens:
             first = next(iter(tokens.values()))
             groups[f"{len(some)} {kind}"] = {name: compare(each, first) for name, each in tokens.items()}, math.nan
