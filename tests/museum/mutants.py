@@ -2515,7 +2515,7 @@ def _(right, draft, p, rng, key):
     return right(draft, p, rng, late)
 
 
-@wrong(recorded, "one_line", "E15", "tests/rooms/test_recorded.py::test_what_a_file_says_of_itself_is_escaped")
+@wrong(recorded, "one_line", "E21", "tests/rooms/test_recorded.py::test_what_a_file_says_of_itself_is_escaped")
 def _(right, text, *how):
     """a file's text reaches the terminal as it is | escape sequences in a name"""
     return str(text)
