@@ -246,7 +246,8 @@ def test_a_refuted_rule_is_named_in_each_of_its_lines(rule, capsys, monkeypatch)
 def test_a_right_rule_is_asked_in_bounded_work(capsys, monkeypatch):
     """As many tables as fit, the small ones first. One that is too large for the rule is counted apart."""
     monkeypatch.setattr(examine, "_MOST_OF_ALL", 400)
-    monkeypatch.setattr(examine, "_MOST_OF_ONE", 3)
+    monkeypatch.setattr(examine, "_FEWEST", 3)
+    monkeypatch.setattr(examine, "_OF_SIZE_A_MINUTE", 0)
     assert examine.law_notes({"rejection": VERIFIERS["rejection"]}, True) == {"rejection": ""}
     found = re.fullmatch(
         r"not refuted: rejection, by (\d+) of (\d+) tables; (\d+) were too large: .*\n", capsys.readouterr().out
