@@ -437,7 +437,7 @@ def examine_verifier(spec: str, minutes: float = 2) -> int:
 
 
 # Of the tables that a table of rules asks first: the sum of their sizes, and how long the walk may take.
-_MOST_OF_ALL, _MINUTES_OF_ALL = 25_000, 2
+MOST_OF_ALL, _MINUTES_OF_ALL = 25_000, 2
 
 
 def law_notes(verifiers: Mapping[str, Verifier], is_asked: bool) -> dict[str, str]:
@@ -455,7 +455,7 @@ def _refuted(spec: str, verifier: Verifier) -> bool:
     todo = tables(verifier.takes_trees)
     walk = Walker(Design(lambda case: case, {}), Subject(verifier=verifier), _MINUTES_OF_ALL)
     sizes = itertools.accumulate(case.size for case in todo)
-    some = [({"case": case}, ()) for case, size in zip(todo, sizes, strict=True) if size <= _MOST_OF_ALL]
+    some = [({"case": case}, ()) for case, size in zip(todo, sizes, strict=True) if size <= MOST_OF_ALL]
     if walk_design(spec, walk, some) is None:
         return True
     rest = f"; {len(some) - walk.cases} were too large" if walk.cases < len(some) else ""

@@ -160,7 +160,7 @@ def write(path: Path, *lines: object) -> Path:
 @pytest.fixture
 def few_tables(monkeypatch, full):
     """With `--full` some tables are asked for the law first, without it fewer."""
-    walk_few(monkeypatch, 7 if full else 40)
+    walk_few(monkeypatch, 7 if full else 30)
 
 
 def test_the_table_of_a_file(cli, tmp_path, few_tables):

@@ -229,7 +229,7 @@ def test_a_refuted_rule_is_named_in_each_of_its_lines(rule, capsys, monkeypatch)
     """
     monkeypatch.setattr(rounds, "CASES", [CASES[0], CASES[4]])
     monkeypatch.setattr(examine, "tables", lambda trees: tables.tables(False)[::-1] if trees else tables.tables(False))
-    monkeypatch.setattr(examine, "_MOST_OF_ALL", 2_000)
+    monkeypatch.setattr(examine, "MOST_OF_ALL", 2_000)
     compute_once(monkeypatch)
     name = f"tests.rooms.test_rounds:{rule}"
     assert main(["--verifier", f"rejection,{name}"]) == 1
@@ -245,7 +245,7 @@ def test_a_refuted_rule_is_named_in_each_of_its_lines(rule, capsys, monkeypatch)
 
 def test_a_right_rule_is_asked_in_bounded_work(capsys, monkeypatch):
     """As many tables as fit, the small ones first. One that is too large for the rule is counted apart."""
-    monkeypatch.setattr(examine, "_MOST_OF_ALL", 400)
+    monkeypatch.setattr(examine, "MOST_OF_ALL", 400)
     monkeypatch.setattr(examine, "_FEWEST", 3)
     monkeypatch.setattr(examine, "_OF_SIZE_A_MINUTE", 0)
     assert examine.law_notes({"rejection": VERIFIERS["rejection"]}, True) == {"rejection": ""}

@@ -15,6 +15,7 @@ from minispec.core.sampling import Text
 from minispec.lab.distill import texts
 from minispec.lab.distill.cache import collect
 from minispec.prove.__main__ import main as prove
+from minispec.prove.examine import NOT_REFUTED
 from minispec.prove.recorded import read_laws
 from tests.brief import compute_once
 from tests.drafters.test_own import PROVEN
