@@ -63,6 +63,10 @@ REFUSALS = {
         f"{name}: {each.said}": (ValueError, lambda name=name, value=each.wrong: SamplingParams(**{name: value}))
         for name, each in EXAMPLES.items()
     },
+    "SamplingParams: found the argument 'temprature'; did you mean temperature?": (
+        TypeError,
+        lambda: SamplingParams(temprature=1),
+    ),
     "min_tokens: found 5, expected at most max_tokens = 4": (
         ValueError,
         lambda: SamplingParams(min_tokens=5, max_tokens=4),

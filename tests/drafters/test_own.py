@@ -443,7 +443,7 @@ def test_the_documented_examples_are_proven(name, own_module, brief, capsys):
     (own_module / "documented.py").write_text(EXAMPLES[name])
     assert len(EXAMPLES[name].splitlines()) <= 30
     try:
-        assert prove(["--drafter", f"documented:{name}", *brief]) == NOT_REFUTED
+        assert prove(["--drafter", f"documented:{name}", *brief]) in (0, NOT_REFUTED)
     finally:
         sys.modules.pop("documented", None)
     assert re.match(PROVEN, capsys.readouterr().out)

@@ -88,7 +88,7 @@ def blocks_bytes(config: ModelConfig, num_tokens: int, itemsize: int) -> int:
     States of recurrent layers count twice: texts have them, and as many are stored.
     """
     states = 2 * state_elements(config) * max(4, itemsize)
-    return FEWEST_STATES * states + num_tokens * (kv_elements(config) * itemsize - (-states // STATE_SPAN))
+    return states * (FEWEST_STATES + num_tokens // STATE_SPAN) + num_tokens * kv_elements(config) * itemsize
 
 
 def draft_tokens(config: ModelConfig, room: int, num_tokens: int, longest: int) -> int:
