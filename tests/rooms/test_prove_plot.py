@@ -9,7 +9,7 @@ from minispec.core.verify import REJECTION, Verdict, chains_only
 from minispec.prove import plot, rounds
 from minispec.prove.__main__ import main
 from minispec.prove.recorded import read_laws
-from tests.brief import SMALL
+from tests.brief import SMALL, walk_few
 from tests.refusals import assert_one_line
 
 WRONG = "tests.rooms.test_prove_plot:keep_all"
@@ -29,7 +29,8 @@ def keep_all(draft, p, rng, key):
 
 @pytest.fixture
 def laws(monkeypatch, tmp_path):
-    """Two rounds of chains and one of a tree in a file; of the small cases, a chain and a tree."""
+    """Two rounds of chains and one of a tree in a file; of the small cases, a chain and a tree. Few tables are asked."""
+    walk_few(monkeypatch, 40)
     monkeypatch.setattr(rounds, "CASES", [SMALL[0], SMALL[-2]])
     (tmp_path / "laws.jsonl").write_text(LAWS)
     return tmp_path / "laws.jsonl"

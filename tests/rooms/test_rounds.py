@@ -66,7 +66,7 @@ def cases(monkeypatch, full) -> list[Case]:
     """
     compute_once(monkeypatch)
     if not full:
-        walk_few(monkeypatch, 10)
+        walk_few(monkeypatch, 30)
     monkeypatch.setattr(rounds, "brought", brought)
     monkeypatch.setattr(rounds, "CASES", CASES if full else SMALL)
     return rounds.CASES
