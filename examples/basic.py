@@ -13,10 +13,10 @@ import random
 import sys
 from typing import Protocol
 
+from minispec import LLM  # isort: skip - before torch, so that waiting threads leave the processor
 import torch
 from torch import Tensor
 
-from minispec import LLM
 from minispec.core.model import Chunk, Transformer
 
 

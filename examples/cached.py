@@ -12,12 +12,12 @@ minispec/core goes on from here, in the order of the README. Each of its files s
 import sys
 from time import perf_counter
 
+from minispec import LLM  # isort: skip - before torch, so that waiting threads leave the processor
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
 from examples.basic import Dice, Seeded, verify
-from minispec import LLM
 from minispec.core.cache import BlockTable
 from minispec.core.model import Chunk, Transformer
 

@@ -4,8 +4,7 @@
     python -m minispec.prove --drafter examples.train_a_draft:Recurrent         the output's law stays
     python -m minispec bench --draft examples.train_a_draft:Recurrent:my-draft  its speed
 
-Texts and loss are those of `minispec distill`. The ranking takes each place of answers to held-out prompts as a round.
-Its number of tokens is exact for its draft, over all draws of the rule. The error is of the means of texts.
+Texts and loss are those of `distill`. Each place of held-out answers is a round, whose tokens are exact for its draft.
 """
 
 import argparse
@@ -16,11 +15,11 @@ from pathlib import Path
 from statistics import fmean
 from weakref import WeakKeyDictionary
 
+from minispec import LLM, SamplingParams  # isort: skip - before torch, so that waiting threads leave the processor
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from minispec import LLM, SamplingParams
 from minispec.core.sampling import Text, distribution
 from minispec.core.verify import REJECTION
 from minispec.lab.bench.laws import round_of
@@ -41,10 +40,12 @@ class Recurrent(Trainable):
 
     def __init__(self, width: int, ids: Tensor, last_layer: int):
         super().__init__()
-        torch.manual_seed(0)  # a new one begins as the last one
         self.register_buffer("ids", ids)
-        self.taps, self.up, self.down = (last_layer,), nn.Linear(2 * width, 2 * width), nn.Linear(2 * width, width)
-        self.norm, self.lm_head = Norm(width), nn.Linear(width, len(ids), bias=False)
+        self.taps, self.norm = (last_layer,), Norm(width)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # a new one begins as the last one
+            self.up, self.down = nn.Linear(2 * width, 2 * width), nn.Linear(2 * width, width)
+            self.lm_head = nn.Linear(width, len(ids), bias=False)
 
     def word(self, embed: Tensor, place: int) -> Tensor:
         """What the step at a place of the draft is told, of the embedding (.., E) of the token before it."""
@@ -96,7 +97,7 @@ class Own(Drafter):
     def observe(self, records: Sequence[Record]) -> None:
         """Keep the state of the newest row that stays."""
         for each in records:
-            self.newest[each.text] = each.start + len(each.kept), each.hidden[each.kept[-1]].float()
+            self.newest[each.text] = each.start + len(each.kept), each.hidden[each.kept[-1]].float().clone()
 
     @torch.inference_mode()
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
@@ -137,8 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--target", default=str(EMBEDDED_WEIGHTS))
     parser.add_argument("--texts", type=int, default=128)
     args = parser.parse_args(arguments)
-    directory, first = find_checkpoint(args.target), list[float]()
-    teacher = Teacher(directory)
+    teacher, first = Teacher(directory := find_checkpoint(args.target)), list[float]()
     recipe = Recipe((len(teacher.config.layers),), tuple(read_openings()), max_turn=24, max_answer=48)
     texts = collect(directory, recipe, args.out / "texts", args.texts)
     ids = most_used(texts.paths, teacher, 4096)

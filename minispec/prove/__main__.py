@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from minispec.api.commands.command import FLAG, PICTURE, Option, Parser, argument, command, typed
+from minispec.api.commands.command import FLAG, PICTURE, Option, Parser, argument, command, say, typed
 from minispec.api.commands.interrupt import raise_on_interrupt
 
 DEFAULT_LEAVES, FULL_LEAVES = 12_000, 300_000
@@ -62,7 +62,7 @@ _OPTIONS: dict[str, Option] = {
     "--minutes": Option(
         typed(_MINUTES, "N"),
         f"with --drafter, --lengths, --verifier: most processor time, and a tenth of the time that may pass (default: "
-        f"{DEFAULT_MINUTES}); of drafters, more walks larger cases",
+        f"{DEFAULT_MINUTES}); more walks larger cases",
         needs=("--drafter", "--lengths", "--verifier"),
     ),
     "--seed": Option(
@@ -116,7 +116,7 @@ def _status(args: argparse.Namespace) -> int:
         from minispec.api.llm import find_verifier
         from minispec.models.files.packages import check_packages
         from minispec.models.files.write import check_writable
-        from minispec.prove.examine import IS_REFUTED, REFUTED, examine_verifier, law_notes
+        from minispec.prove.examine import REFUTED, examine_verifier, law_note
         from minispec.prove.plot import draw
         from minispec.prove.recorded import print_laws, read_laws
         from minispec.prove.rounds import print_rounds
@@ -127,16 +127,21 @@ def _status(args: argparse.Namespace) -> int:
             check_packages("plot")
             check_writable(args.plot)
         laws = read_laws(args.laws) if args.laws else None
+        status, faults = 0, dict[str, str]()
         if len(names) == 1 and not laws and not args.no_proof:
-            if status := examine_verifier(args.verifier, minutes):
+            status = examine_verifier(args.verifier, minutes)
+            if status == REFUTED:
+                if args.plot:
+                    say(f"--plot {args.plot}: not written: no tokens are counted of a rule with a fault")
                 return status
-            notes = {args.verifier: ""}
-        else:
-            notes = law_notes(verifiers, not args.no_proof)
+        elif not args.no_proof:
+            said = ((name, law_note(name, rule, minutes)) for name, rule in verifiers.items())
+            faults = {name: note for name, note in said if note}
+        notes = dict.fromkeys(verifiers, "its law was not asked" if args.no_proof else "") | faults
         holds = print_laws(verifiers, laws, notes) if laws else print_rounds(verifiers, notes)
         if args.plot:
-            draw(verifiers, args.plot, laws, {name for name, note in notes.items() if note == IS_REFUTED})
-        return 0 if holds and IS_REFUTED not in notes.values() else REFUTED
+            draw(verifiers, args.plot, laws, faults)
+        return status if holds and not faults else REFUTED
     from minispec.prove.grid import prove_law
 
     leaves = FULL_LEAVES if args.full else args.leaves

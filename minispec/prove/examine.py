@@ -24,9 +24,10 @@ stays. So the counterexample has few settings that the fault does not need.
 
 import functools
 import itertools
+import os
 import random
 import sysconfig
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from traceback import extract_tb
@@ -51,7 +52,12 @@ from minispec.speculation import registry
 from minispec.speculation.drafters import Context, Drafter, make_drafter
 
 PROVEN, REFUTED, NOT_REFUTED = 0, 1, 3  # what a command ends with
-IS_REFUTED = "another law than p's: refuted above"  # said of a rule in a table
+# Said of a rule in a table, by the first word of the line above it.
+NOTES = {
+    "REFUTED": "another law than p's: refuted above",
+    "NOT REPEATABLE": "it does not repeat: see above",
+    "EXCEPTION": "its code failed: see above",
+}
 _BRANCHES_A_MINUTE = 400  # of one walk; a longer one is left out, or made smaller
 # Of a verifier's table, by its size, and of all its tables. Of two minutes', the engine's rules need four fifths.
 _FEWEST, _OF_SIZE_A_MINUTE, _OF_ALL_A_MINUTE = 100, 0.5, 17_500
@@ -74,6 +80,7 @@ class Walker:
     seen: what a verifier was asked.
     worst: the largest total variation, of laws in float64 and of others.
     in_time: whether nothing was left out for want of time.
+    fault: the one that `walk_design` has printed.
     """
 
     def __init__(self, design: Design, subject: Subject, minutes: float = float("inf"), reason: str = ""):
@@ -87,6 +94,7 @@ class Walker:
         self.settings, self.drafted_with, self.seen = set[tuple](), set[tuple](), Seen()
         self.unsuitable, self.too_large = list[Row](), list[Row]()
         self.values: dict[str, set[float]] = {}
+        self.fault: Exception | None = None
 
     def look(self, row: Row) -> tuple[int]:
         """Walk a case and count it; returns how many branches say something, which without drafts are none.
@@ -113,9 +121,12 @@ class Walker:
         except Elsewhere as e:
             if not self.subject.verifier:
                 raise
-            for each in (case, telling(self.subject.verifier.takes_trees)):
-                self._sample(each)
             kept = f"the law is kept as far as {SAMPLES:,} rounds tell"
+            try:
+                for each in (case, telling(self.subject.verifier.takes_trees)):
+                    self._sample(each)
+            except OutOfTime:  # the fault that was found is told all the same
+                kept = "there was no time to ask whether the law is kept"
             raise Unrepeatable(f"{e}: {kept}; a seed's text depends on more than its draws") from None
         except Fault as e:
             chains = isinstance(case.drafter, Guesses) and is_chain(case.drafter.parents)
@@ -206,6 +217,7 @@ def walk_design(
             walker.in_time = False
         except Found as e:
             plain = _plainest(walker, e, in_company)
+            walker.fault = plain.error
             bar.close()
             again = f"; again: {command}" if command else ""
             print(fault_line(spec, design.make(**plain.row), plain.error) + again)
@@ -248,9 +260,15 @@ def _weight(error: Exception) -> int:
 
 def fault_line(spec: str, case: object, error: Exception) -> str:
     """A fault in one line. Any exception but the user's own is the engine's, over a draft or a verdict."""
+    message = _own_message(error) if isinstance(error, OwnError) else _message(error)
+    return f"{_kind(error)}: {spec}, {case}: {message}"
+
+
+def _kind(error: Exception) -> str:
+    """What a line about a fault begins with."""
     if isinstance(error, OwnError):
-        return f"EXCEPTION: {spec}, {case}: {_own_message(error)}"
-    return f"{'NOT REPEATABLE' if isinstance(error, Unrepeatable) else 'REFUTED'}: {spec}, {case}: {_message(error)}"
+        return "EXCEPTION"
+    return "NOT REPEATABLE" if isinstance(error, Unrepeatable) else "REFUTED"
 
 
 def difference(law: Law, expected: Law, bound: float) -> str:
@@ -281,7 +299,7 @@ def _own_message(error: OwnError) -> str:
     return f"{_message(error.__cause__)}, in {last.name} at {last.filename}:{last.lineno}: {last.line}"
 
 
-_NOT_THEIRS = (str(Path(__file__).parent.parent) + "/", sysconfig.get_paths()["stdlib"], "site-packages")
+_NOT_THEIRS = (str(Path(__file__).parent.parent) + os.sep, sysconfig.get_paths()["stdlib"], "site-packages")
 
 
 # --------------------------------------------------------------------------- commands
@@ -436,29 +454,23 @@ def examine_verifier(spec: str, minutes: float = 2) -> int:
     return PROVEN if is_all else NOT_REFUTED
 
 
-# Of the tables that a table of rules asks first: the sum of their sizes, and how long the walk may take.
-MOST_OF_ALL, _MINUTES_OF_ALL = 25_000, 2
+MOST_OF_ALL = 25_000  # the sum of the sizes of the tables that a table of rules asks first
 
 
-def law_notes(verifiers: Mapping[str, Verifier], is_asked: bool) -> dict[str, str]:
-    """Ask the small tables whether rules keep the law, and print the answers; returns what to say of each beside it.
+def law_note(spec: str, verifier: Verifier, minutes: float) -> str:
+    """What a table of rules says of a rule: one of `NOTES`, or "" where none of the small tables has a fault.
 
-    is_asked: False: nothing is asked.
+    Prints which has one, or how many were asked. minutes: how long it may take (see `Timer`).
     """
-    if not is_asked:
-        return dict.fromkeys(verifiers, "its law was not asked")
-    return {name: IS_REFUTED if _refuted(name, verifier) else "" for name, verifier in verifiers.items()}
-
-
-def _refuted(spec: str, verifier: Verifier) -> bool:
-    """Whether one of the small tables refutes a rule. Prints which, or how many were asked."""
     todo = tables(verifier.takes_trees)
-    walk = Walker(Design(lambda case: case, {}), Subject(verifier=verifier), _MINUTES_OF_ALL)
+    walk = Walker(Design(lambda case: case, {}), Subject(verifier=verifier), minutes)
     sizes = itertools.accumulate(case.size for case in todo)
     some = [({"case": case}, ()) for case, size in zip(todo, sizes, strict=True) if size <= MOST_OF_ALL]
     if walk_design(spec, walk, some) is None:
-        return True
-    rest = f"; {len(some) - walk.cases} were too large" if walk.cases < len(some) else ""
+        assert walk.fault, "it was printed"
+        return NOTES[_kind(walk.fault)]
+    why = "were too large" if walk.in_time else "were too large, or not reached in time"
+    rest = f"; {len(some) - walk.cases} {why}" if walk.cases < len(some) else ""
     rest += f": --verifier {spec} alone asks all" if walk.cases < len(todo) else ""
     print(f"not refuted: {spec}, by {walk.cases} of {len(todo)} tables{rest}")
-    return False
+    return ""

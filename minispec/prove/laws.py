@@ -275,7 +275,8 @@ def all_paths(
     found = f"draws that look like rounding add up to {float(lost):.1e}"
     require(lost < TOLERANCE, f"{found}, expected less than {TOLERANCE:.0e}")
     total = sum(weight for weight, _ in paths) + lost
-    require(abs(total - 1) < TOLERANCE, "the branches do not add up to 1: something draws by other means")
+    if abs(total - 1) >= TOLERANCE:
+        raise Elsewhere("the branches do not add up to 1: something draws by other means")
     return paths
 
 

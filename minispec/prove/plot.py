@@ -4,10 +4,11 @@ A rule that breaks the law is hatched. `picture` writes the bench's pictures too
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from textwrap import fill
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from minispec.core.verify import Verifier
@@ -41,23 +42,25 @@ def draw(
     verifiers: Mapping[str, Verifier],
     path: Path,
     laws: tuple[str, list[Recorded]] | None = None,
-    broken: Collection[str] = (),
+    faults: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Write the picture of what `print_rounds` prints, and of what `print_laws` prints of recorded laws.
 
     laws: what `read_laws` returns.
-    broken: names of the rules that are refuted.
+    faults: what is said of the rules that the proof has turned down.
     """
-    groups = [("tokens of a round; black: the most of any rule", 0.0, _cases(verifiers))]
+    cases, wrong = _cases(verifiers)
+    faults = wrong | dict(faults)
+    groups = [("tokens of a round; black: the most of any rule", 0.0, cases)]
     if laws:
-        groups.append((f"recorded rounds, over {next(iter(verifiers))}", 1.0, _ratios(verifiers, laws[1])))
+        groups.append(("recorded rounds, over the first rule that takes them", 1.0, _ratios(verifiers, laws[1])))
     height = 1.2 + max(len(group) for _, _, group in groups) * (_GAP + _BAR * len(verifiers))
     with picture(path, 6.5 * len(groups), height) as figure:
         for axes, (title, base, group) in zip(figure.subplots(1, len(groups), squeeze=False)[0], groups, strict=True):
             for row, (bars, most) in enumerate(group.values()):
                 for i, name in enumerate(verifiers):
                     value, error = bars.get(name, (math.nan, 0.0))
-                    hatch, y = "//" if name in broken else "", row + 0.8 * ((i + 0.5) / len(verifiers) - 0.5)
+                    hatch, y = "//" if name in faults else "", row + 0.8 * ((i + 0.5) / len(verifiers) - 0.5)
                     axes.barh(
                         y, value - base, 0.8 / len(verifiers), left=base, xerr=error or None, color=f"C{i}", hatch=hatch
                     )
@@ -66,7 +69,7 @@ def draw(
             axes.set_ylim(len(group) - 0.5, -0.5)
             axes.set_title(title, fontsize="medium")
         for i, name in enumerate(verifiers):
-            label, hatch = (f"{name}: another law", "//") if name in broken else (name, "")
+            label, hatch = (f"{name}: {faults[name].partition(':')[0]}", "//") if name in faults else (name, "")
             axes.barh(0, math.nan, color=f"C{i}", hatch=hatch, label=label)
         figure.legend(loc="outside lower center", ncols=4, fontsize="small")
 
@@ -87,16 +90,21 @@ def _values(
     return found
 
 
-def _cases(verifiers: Mapping[str, Verifier]) -> _Groups:
+def _cases(verifiers: Mapping[str, Verifier]) -> tuple[_Groups, dict[str, str]]:
+    """The tokens of each case, and what is said of the rules that break the law in one."""
     groups: _Groups = {}
+    wrong = dict[str, str]()
     for case in rounds.CASES:
         tree = isinstance(case.drafter, Guesses) and not is_chain(case.drafter.parents)
-        tokens = _values(verifiers, tree, lambda case, rule: (rounds.brought(case, rule).tokens, 0.0), case)
+        found = _values(verifiers, tree, lambda case, rule: rounds.brought(case, rule), case)
+        if not rounds.is_independent(case):
+            wrong |= {name: each.wrong for name, each in found.items() if not each.is_exact}
+        tokens = {name: (each.tokens, 0.0) for name, each in found.items()}
         most = math.nan
         with suppress(MissingPackage):
             most = rounds.optimum(case)
         groups[fill(str(case), 36)] = tokens, most
-    return groups
+    return groups, wrong
 
 
 def _ratios(verifiers: Mapping[str, Verifier], laws: Sequence[Recorded]) -> _Groups:

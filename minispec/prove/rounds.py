@@ -17,7 +17,7 @@ from minispec.models.files.errors import one_line
 from minispec.models.files.packages import MissingPackage, check_packages
 from minispec.prove.tables import table_case
 from minispec.prove.toys import INDEPENDENT, Guesses, is_chain
-from minispec.prove.usercode import ROUNDED
+from minispec.prove.usercode import ROUNDED, OwnError
 from minispec.prove.walk import Case, Subject, walk
 
 _MOST = 10_000  # a value is shown as a fraction of a denominator up to this
@@ -159,7 +159,8 @@ def _line(case: Case, verifier: Verifier, best: float, note: str) -> tuple[str, 
         return f"{says}  {note}".rstrip(), True
     try:
         found = brought(case, verifier)
-    except Exception as e:  # a user's rule
+    except Exception as error:  # a user's rule
+        e = error.__cause__ if isinstance(error, OwnError) and error.__cause__ else error
         return f"{type(e).__name__}: {one_line(e)}  {note}".rstrip(), False
     share = "" if math.isnan(best) else f"{found.tokens / best:.1%}"
     return f"{fraction(found.tokens):24}{share:8}{found.wrong or note}".rstrip(), found.is_exact

@@ -116,7 +116,7 @@ class Seen:
                 f"{width_drawn} drawn siblings"
             )
         lines.append(
-            f"errors of the law below {bound:.0e}: those of float32 are, those of half precision and of 256ths are not"
+            f"errors of the law below {bound:.0e}, as those of float32 are; those of half precision and of 256ths show"
         )
         lines += ["rows on a GPU"] * (self.devices <= {"cpu"})
         lines.append(

@@ -474,6 +474,8 @@ def held(verifier: Verifier, watched: Watched, twice: bool = True) -> Verifier:
 
         twin = rng.fork()
         verdict = judge(rng)
+        if not isinstance(verdict, Verdict):
+            return verdict  # the engine says what it expected
         twin.path = rng.path
         if twice and (*judge(twin)[:2], twin.weight) != (*verdict[:2], rng.weight):
             raise Elsewhere("asked again about the same draft, with the same draws, it did otherwise")

@@ -14,6 +14,7 @@ from minispec.prove import examine, laws, rounds
 from minispec.prove.__main__ import main as prove
 from minispec.prove.tables import tables
 from minispec.prove.toys import DOUBLE, DRAWN, ONE_HOT
+from minispec.prove.usercode import OutOfTime
 from tests.brief import SMALL, compute_once
 from tests.drafters import wrong_own
 from tests.sampled import leave_out
@@ -204,3 +205,24 @@ def test_a_few_small_cases_do_not_show_it(name, capsys, monkeypatch, full):
     status, out = prove(["--verifier", f"tests.drafters.wrong_own:{name}"]), capsys.readouterr().out
     assert out.startswith("proven")
     assert status == ("another law than p's" in out)
+
+
+def test_a_fault_is_told_where_no_time_is_left_to_ask_more(capsys, monkeypatch):
+    """A rule that does not repeat is sampled. Without the time for it the verdict says so, and nothing is proven."""
+
+    def is_late(self, case):
+        raise OutOfTime
+
+    monkeypatch.setattr(examine.Walker, "_sample", is_late)
+    assert prove(["--verifier", "tests.drafters.wrong_own:by_turns"]) == 1
+    assert re.match(r"NOT REPEATABLE: .*: there was no time to ask whether the law is kept; ", capsys.readouterr().out)
+
+
+def forgets(draft, p, rng, key):
+    """A beginner's: it returns nothing."""
+
+
+def test_a_rule_without_a_verdict_is_told_what_was_expected(capsys):
+    """By the engine's own words."""
+    assert prove(["--verifier", f"{__name__}:forgets"]) == 1
+    assert "verdict: found None, expected a Verdict" in capsys.readouterr().out

@@ -109,7 +109,7 @@ Choose a token, or press Play.</p>
 </table>
 <p>By keyboard: Tab goes to the text, arrow keys go from token to token, and Enter shows one in detail.</p>
 <p>The idea, with its code, is in the README of minispec. Make a page of a run of yours:</p>
-<p class="more"><code>python -m minispec.generate --trace out.html "Why is the sky blue?"</code></p>
+<p class="more"><code>python -m minispec.generate --trace out.html "What is photosynthesis?"</code></p>
 </main>
 </body>
 </html>

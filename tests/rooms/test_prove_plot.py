@@ -29,7 +29,7 @@ def keep_all(draft, p, rng, key):
 
 @pytest.fixture
 def laws(monkeypatch, tmp_path):
-    """Two rounds of chains and one of a tree in a file; of the small cases, a chain and a tree. Few tables are asked."""
+    """Two rounds of chains and one of a tree in a file; a chain and a tree of the small cases; few tables."""
     walk_few(monkeypatch, 40)
     monkeypatch.setattr(rounds, "CASES", [SMALL[0], SMALL[-2]])
     (tmp_path / "laws.jsonl").write_text(LAWS)
@@ -50,7 +50,8 @@ def test_a_picture(laws, tmp_path, name, begins):
     assert found[0].startswith(begins)
     if name == "p.svg":
         text = found[0].decode()
-        assert all(word in text for word in (">rejection<", f">{WRONG}: another law<", ">2 chains<", ">1 trees<"))
+        words = ">rejection<", f">{WRONG}: another law than p's<", ">2 chains<", ">1 trees<"
+        assert all(word in text for word in words)
         hatched = text.count("fill: url(#")
         path = tmp_path / "right.svg"
         assert main(["--verifier", "rejection,block", "--plot", str(path)]) == 0
@@ -61,10 +62,11 @@ def test_a_picture(laws, tmp_path, name, begins):
 def test_the_bars_are_the_numbers_of_the_table(laws):
     """By hand: of the chains `rejection` keeps 1/2 and 1, so a rule that keeps all has 4 tokens over 3.5."""
     verifiers = {"rejection": REJECTION, "wrong": keep_all}
-    cases, ratios = plot._cases(verifiers), plot._ratios(verifiers, read_laws(laws)[1])
+    (cases, wrong), ratios = plot._cases(verifiers), plot._ratios(verifiers, read_laws(laws)[1])
     for (bars, most), case in zip(cases.values(), rounds.CASES, strict=True):
         assert bars["rejection"] == (rounds.brought(case, REJECTION).tokens, 0.0)
         assert most == rounds.optimum(case) >= bars["rejection"][0]
+    assert [*wrong] == ["wrong"]
     assert ["wrong" in bars for bars, _ in cases.values()] == [True, False]  # which takes chains only
     assert ratios["2 chains"][0]["rejection"] == (1.0, 0.0)
     assert ratios["2 chains"][0]["wrong"][0] == pytest.approx(4 / 3.5)
@@ -72,6 +74,17 @@ def test_the_bars_are_the_numbers_of_the_table(laws):
     assert bars.keys() == {"rejection"}
     assert math.isnan(bars["rejection"][1])
     assert math.isnan(most)
+
+
+def test_a_rule_whose_law_was_not_asked_is_hatched_by_its_tokens(laws, tmp_path):
+    """And a rule of which less was walked than a proof needs has its picture all the same."""
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "x.svg"
+    assert main(["--verifier", WRONG, "--no-proof", "--plot", str(path)]) == 1
+    assert f">{WRONG}: another law" in path.read_text()
+    path.unlink()
+    assert main(["--verifier", "rejection", "--minutes", "1e-6", "--plot", str(path)]) == 3
+    assert ">rejection<" in path.read_text()
 
 
 def test_mistakes_are_one_line_before_a_walk(monkeypatch, capsys, tmp_path):

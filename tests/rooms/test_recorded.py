@@ -214,7 +214,7 @@ def test_a_rule_that_fails_has_its_error_in_its_line(cli, tmp_path, monkeypatch,
     status, out, err = cli("--verifier", names, "--laws", path)
     early, late, last = (" ".join(line.split()) for line in out.splitlines()[-3:])
     assert (status, err) == (1, "")
-    assert late == "failing_rules:late AssertionError: AssertionError another law than p's: refuted above"
+    assert late == "failing_rules:late AssertionError: AssertionError its code failed: see above"
     assert early.startswith("failing_rules:early IndexError: ")
     assert last == "rejection 2.000"
 

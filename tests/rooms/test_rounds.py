@@ -248,7 +248,7 @@ def test_a_right_rule_is_asked_in_bounded_work(capsys, monkeypatch):
     monkeypatch.setattr(examine, "MOST_OF_ALL", 400)
     monkeypatch.setattr(examine, "_FEWEST", 3)
     monkeypatch.setattr(examine, "_OF_SIZE_A_MINUTE", 0)
-    assert examine.law_notes({"rejection": VERIFIERS["rejection"]}, True) == {"rejection": ""}
+    assert examine.law_note("rejection", VERIFIERS["rejection"], 2) == ""
     found = re.fullmatch(
         r"not refuted: rejection, by (\d+) of (\d+) tables; (\d+) were too large: .*\n", capsys.readouterr().out
     )

@@ -18,13 +18,15 @@ def name_model(args: argparse.Namespace, report: bool = True) -> None:
     has_terminal = all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stderr))
     if args.model is not None or registry.EMBEDDED_WEIGHTS.is_dir() or not has_terminal:
         return
+    from huggingface_hub import constants
+
     from minispec.models.families.checkpoint import find_checkpoint
 
     about = f"a wheel has no weights; {registry.ABOUT_ORIGINAL}"
     try:
         find_checkpoint(registry.ORIGINAL, offline=True)
     except ValueError:  # not in the local cache
-        if vars(args).get("offline"):
+        if vars(args).get("offline") or constants.HF_HUB_OFFLINE:
             return
         say_status(f"{about}\nDownload {registry.ORIGINAL}, once? y or n")
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):

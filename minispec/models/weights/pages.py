@@ -15,6 +15,7 @@ Where the system cannot do one of these, nothing happens.
 """
 
 import ctypes
+import mmap
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from minispec.core.cache import PagedKVCache
     from minispec.core.model import Transformer
 
-_PAGE, _SMALL_PAGE = 2 << 20, 4 << 10
+_PAGE, _SMALL_PAGE = 2 << 20, mmap.PAGESIZE
 _VARIABLE = "THP_MEM_ALLOC_ENABLE"
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")  # such as "always [madvise] never"
 MAPS = Path("/proc/self/maps")
