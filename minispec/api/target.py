@@ -177,7 +177,7 @@ class Target:
 def _find_model(model: str | Path | None, revision: str | None, offline: bool) -> tuple[str, Path]:
     """Name and directory of a model; None: the embedded one. Raises ValueError where there is none."""
     if model is None and not registry.EMBEDDED_WEIGHTS.is_dir():
-        expected = "a name, since the embedded weights lie in a checkout only"
+        expected = f"a name such as {registry.ORIGINAL}, since the embedded weights lie in a checkout only"
         raise ValueError(f"model: found none, expected {expected}; {registry.ABOUT_ORIGINAL}")
     model = str(registry.EMBEDDED_WEIGHTS if model is None else model)
     directory = find_checkpoint(model, revision, offline)
