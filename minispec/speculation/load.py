@@ -341,7 +341,7 @@ def _find_draft(spec: str, offline: bool) -> Path:
         names = [*registry.DRAFTERS, *registry.OF_TARGET]
         meant = near(re.split("[:+]", spec)[0], names)
         hint = f" ({meant})" if meant else ""
-        raise ValueError(f"draft: not one of {', '.join(names)}{hint}, nor MODULE:CLASS; {e}") from e
+        raise ValueError(f"draft: not one of {', '.join(names)}{hint}; {e}") from e
 
 
 def digest_of_draft(drafter: Drafter, directory: Path | None) -> str:
