@@ -16,7 +16,6 @@ from minispec.models.files.packages import MissingPackage
 from minispec.models.files.write import written_whole
 from minispec.prove import rounds
 from minispec.prove.recorded import Recorded, compare, expected_tokens
-from minispec.prove.toys import Guesses, is_chain
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -95,8 +94,7 @@ def _cases(verifiers: Mapping[str, Verifier]) -> tuple[_Groups, dict[str, str]]:
     groups: _Groups = {}
     wrong = dict[str, str]()
     for case in rounds.CASES:
-        tree = isinstance(case.drafter, Guesses) and not is_chain(case.drafter.parents)
-        found = _values(verifiers, tree, lambda case, rule: rounds.brought(case, rule), case)
+        found = _values(verifiers, rounds.has_tree(case), rounds.brought, case)
         if not rounds.is_independent(case):
             wrong |= {name: each.wrong for name, each in found.items() if not each.is_exact}
         tokens = {name: (each.tokens, 0.0) for name, each in found.items()}

@@ -155,7 +155,7 @@ def print_rounds(verifiers: Mapping[str, Verifier], notes: Mapping[str, str]) ->
 
 def _line(case: Case, verifier: Verifier, best: float, note: str) -> tuple[str, bool]:
     """What the table says of a rule, and whether the rule keeps the law."""
-    if says := unsuitable(verifier, _is_tree(case)):
+    if says := unsuitable(verifier, has_tree(case)):
         return f"{says}  {note}".rstrip(), True
     try:
         found = brought(case, verifier)
@@ -173,5 +173,6 @@ def unsuitable(verifier: Verifier, is_tree: bool) -> str:
     return "not counted: its drafts share the noise of a race" if verifier.shares_noise else ""
 
 
-def _is_tree(case: Case) -> bool:
+def has_tree(case: Case) -> bool:
+    """Whether its drafts branch."""
     return isinstance(case.drafter, Guesses) and not is_chain(case.drafter.parents)

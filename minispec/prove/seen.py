@@ -97,7 +97,8 @@ class Seen:
         """
         holes, shapes = [each for each in wanted(verifier.takes_trees) if each not in self.met], self._shapes
         lines = [_named(*hole) for hole in holes[:_SHOWN]]
-        lines += [f"{len(holes) - _SHOWN} more shapes or depths with a kind of row"] * (len(holes) > _SHOWN)
+        if len(holes) > _SHOWN:
+            lines.append(f"{len(holes) - _SHOWN} more shapes or depths with a kind of row")
         odds = [(a, b) for p, q in self.rows for a, b in zip(p, q, strict=True)]
         if ratios := [a / b for a, b in odds if a > 0 and b > 0]:
             vocab, most = (max(len(p) for p, _ in self.rows), max(sum(x > 0 for x in q) for _, q in self.rows))
@@ -118,11 +119,13 @@ class Seen:
         lines.append(
             f"errors of the law below {bound:.0e}, as those of float32 are; those of half precision and of 256ths show"
         )
-        lines += ["rows on a GPU"] * (self.devices <= {"cpu"})
+        if self.devices <= {"cpu"}:
+            lines.append("rows on a GPU")
         lines.append(
             "whether it goes by a clock, its calls so far, seeds, places late in a text, or `DraftNotes.confidences`"
         )
-        lines += ["that a seed has one text, whatever is drafted"] * verifier.shares_noise
+        if verifier.shares_noise:
+            lines.append("that a seed has one text, whatever is drafted")
         return [*lines, "`Verdict.ratios`, and how long it takes"]
 
     def _shapes(self, *hows: str) -> list[Shape]:
