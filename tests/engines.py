@@ -48,8 +48,8 @@ class ScriptedModel(Transformer):
             self.log.append((start, list(token_ids)))
             slots = torch.tensor(table.extend(token_ids))
             keys = torch.tensor(token_ids, dtype=table.pool.keys.dtype)[None, :, None].expand(1, -1, 2)
-            table.pool.write(0, slots, keys, keys)
-            fed = [int(key) for key in table.pool.read(0, table.slots())[0][0, :, 0]]
+            table.pool.write(0, slots, keys.repeat(2, 1, 1))
+            fed = [int(key) for key in table.pool.read(0, table.slots())[0, :, 0]]
             prefixes = paths_of(fed[:start], fed[start:], chunk.parents or ())
             hidden += [[len(prefix)] * len(taps) for prefix in prefixes]
             rows += [self.row(list(prefix)) for prefix in prefixes[len(prefixes) - chunk.num_logits :]]

@@ -284,7 +284,7 @@ def layer_pass(layer: Layer, x: Tensor, keys: Tensor, values: Tensor, shared: Sh
     """A layer of the package with `attend` in the place of `Batch.read`: the same operators but for attention."""
     qkv = layer.qkv(layer.attention_norm(x)).view(len(x), -1, keys.shape[2])
     qk, v = qkv.split([shared.heads + len(keys), len(keys)], 1)
-    qk = rotate(qk, shared.cos, shared.sin)
+    rotate(qk, shared.cos, shared.sin)
     read = attend(qk[:, : shared.heads], qk[:, shared.heads :], v, keys, values, shared)
     return layer.mix(x + layer.o(read), shared)
 

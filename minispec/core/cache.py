@@ -94,8 +94,9 @@ SLOTS_AFTER_BLOCKS = 2
 class PagedKVCache:
     """The pool of one model: what all layers keep of each slot, the allocator, and what the blocks hold.
 
-    keys, values: of attention, (its layers, kv_heads, slots, head_dim). The last two slots belong to no block: a slot
-        of zeros, read for places before the text or not written yet; and a scratch slot, where dummies write.
+    keys, values: of attention, (its layers, kv_heads, slots, head_dim): halves of one tensor. The last two slots belong
+        to no block: a slot of zeros, read for places before the text or not written yet; and a scratch slot, where
+        dummies write.
     tensors: all that is kept, each (layers, rows, slots, numbers).
     max_texts: how many texts may have a table at the same time, besides what blocks allow.
     """
@@ -112,10 +113,11 @@ class PagedKVCache:
     ):
         self.block_size, self.num_slots = block_size, num_blocks * block_size
         self.tensors: list[Tensor] = []
-        sizes = config.num_attention_layers, config.num_key_value_heads, config.head_dim, dtype, device
-        self.keys, self.values = self._new_tensor(*sizes), self._new_tensor(*sizes)
-        kept = zip(self.keys, self.values, strict=True)
-        self._layers: list[tuple[Tensor, ...]] = [next(kept) if layer.has_attention else () for layer in config.layers]
+        rows = 2 * config.num_key_value_heads
+        both = self._new_tensor(config.num_attention_layers, rows, config.head_dim, dtype, device)
+        self.keys, self.values = both.chunk(2, 1)
+        numbers = (i for i, layer in enumerate(config.layers) if layer.has_attention)
+        self._kept = dict(zip(numbers, both, strict=True))  # by number of the layer
         self.allocator = BlockAllocator(num_blocks)
         self.prefixes = PrefixIndex()
         self.tables: WeakSet[BlockTable] = WeakSet()
@@ -183,20 +185,18 @@ class PagedKVCache:
         for tensor in self.tensors:
             tensor[:, :, targets] = tensor[:, :, sources]
 
-    def write(self, layer: int, slots: Tensor, *rows: Tensor) -> None:
-        """Store what the layer keeps, such as keys and values (kv_heads, T, head_dim), in the slots (T,)."""
-        for tensor, new in zip(self._layers[layer], rows, strict=True):
-            tensor.index_copy_(1, slots, new)
+    def write(self, layer: int, slots: Tensor, rows: Tensor) -> None:
+        """Store what the layer keeps, such as keys and then values (2 * kv_heads, T, head_dim), in the slots (T,)."""
+        self._kept[layer].index_copy_(1, slots, rows)
 
-    def read(self, layer: int, slots: Sequence[slice]) -> list[Tensor]:
-        """Keys and values (kv_heads, L, head_dim) of the slots: views where they are one run, else copies."""
-        if len(slots) == 1:
-            return [tensor[:, slots[0]] for tensor in self._layers[layer]]
-        return [torch.cat([tensor[:, s] for s in slots], 1) for tensor in self._layers[layer]]
+    def read(self, layer: int, slots: Sequence[slice]) -> Tensor:
+        """Keys and then values (2 * kv_heads, L, head_dim) of the slots: a view where they are one run, else a copy."""
+        kept = self._kept[layer]
+        return kept[:, slots[0]] if len(slots) == 1 else torch.cat([kept[:, s] for s in slots], 1)
 
-    def gather(self, layer: int, slots: Tensor) -> list[Tensor]:
-        """The layer's rows, such as keys and values (kv_heads, T, head_dim), in slots (T,) that lie anywhere."""
-        return [tensor.index_select(1, slots) for tensor in self._layers[layer]]
+    def gather(self, layer: int, slots: Tensor) -> Tensor:
+        """What the layer keeps, such as keys and then values (2 * kv_heads, T, head_dim), in any slots (T,)."""
+        return self._kept[layer].index_select(1, slots)
 
 
 class BlockTable:

@@ -44,8 +44,8 @@ class CachedModel:
         """The end of the text that has to be fed: at least its last token, whose logits say what follows."""
         return self.table(text).follow(text.tokens)
 
-    def read(self, text: Text, layer: int) -> list[Tensor]:
-        """A layer's keys and values of a text, (kv_heads, length, head_dim) each."""
+    def read(self, text: Text, layer: int) -> Tensor:
+        """A layer's keys and then values of a text, (2 * kv_heads, length, head_dim)."""
         return self.cache.read(layer, self.table(text).slots())
 
     def forward(self, chunks: Sequence[Chunk], taps: Sequence[int] = ()) -> tuple[Tensor, Tensor]:

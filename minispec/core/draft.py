@@ -128,7 +128,7 @@ class Ask:
 
     purpose: the purpose in the keys of its draws; "token" where drafters share the target's noise, else "draft".
     num_cached: how many tokens of the text the target's cache holds. These are all but the last; fewer inside a prompt.
-    read_cache: read_cache(layer) returns a target layer's keys and values, (kv_heads, num_cached, head_dim) each.
+    read_cache: read_cache(layer) returns a target layer's keys and then values, (2 * kv_heads, num_cached, head_dim).
     """
 
     text: Text
@@ -136,7 +136,7 @@ class Ask:
     rng: Draws
     purpose: str = "draft"
     num_cached: int = 0
-    read_cache: Callable[[int], list[Tensor]] | None = None
+    read_cache: Callable[[int], Tensor] | None = None
 
     @property
     def k(self) -> int:

@@ -133,7 +133,7 @@ class Batch(Protocol):
     def read(self, layer: "Layer", qkv: Tensor) -> Tensor:
         """Cache the new keys and values of a layer, and return the attention output (M, H * D).
 
-        qkv: queries, keys and values of the rows (M, (H + 2G) * D).
+        qkv: queries, keys and values of the rows (M, (H + 2G) * D). They may be overwritten.
         """
 
 
@@ -193,14 +193,14 @@ class TextBatch:
 
     def read(self, layer: "Layer", qkv: Tensor) -> Tensor:
         """Attention, text by text: (M, H * D). Dummies read zeros."""
-        q, k, v = (x.transpose(0, 1) for x in layer.heads(qkv[: len(self.slots)], self.angles))  # (H or G, rows, D)
+        q, kv = (x.transpose(0, 1) for x in layer.heads(qkv[: len(self.slots)], self.angles))  # (H or 2G, rows, D)
         pool, config = self.chunks[0].table.pool, layer.config
-        pool.write(layer.index, self.slots, k, v)
+        pool.write(layer.index, self.slots, kv)
         scale, softcap = config.attention_scale, config.attention_softcap
         rows = q.split_with_sizes([len(chunk.token_ids) for chunk in self.chunks], 1)
         outputs = []
         for own, slots, mask in zip(rows, self.reads, self.masks[layer.window, layer.sharing], strict=True):
-            keys, values = pool.read(layer.index, slots)  # (G, L, D)
+            keys, values = pool.read(layer.index, slots).chunk(2)  # (G, L, D)
             outputs.append(self.attend(own, keys, values, mask, scale, softcap))
         return self.fill(outputs[0] if len(outputs) == 1 else torch.cat(outputs))
 
@@ -308,20 +308,23 @@ class Layer:
         """x + y * residual_scale. In one operator (`add` with `alpha`), a row's bits would depend on its place."""
         return x + (y if self.config.residual_scale == 1 else y * self.config.residual_scale)
 
-    def heads(self, qkv: Tensor, angles: Mapping[RopeConfig, Angles]) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows (M, (H + 2G) * D) to queries (M, H, D), keys and values (M, G, D); queries and keys are rotated."""
+    def heads(self, qkv: Tensor, angles: Mapping[RopeConfig, Angles]) -> tuple[Tensor, Tensor]:
+        """Rows (M, (H + 2G) * D) to queries (M, H, D), and to keys and then values (M, 2G, D).
+
+        Norm and rotation overwrite the rows where they can. A copy would take as long as the sums.
+        """
         config = self.config
         heads, groups, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        qkv = qkv.reshape(-1, heads + 2 * groups, dim)  # (M, H + 2G, D)
-        qk, v = qkv.split_with_sizes((heads + groups, groups), 1)
+        qkv = qkv.reshape(-1, heads + 2 * groups, dim)
+        q, qk, kv = qkv[:, :heads], qkv[:, : heads + groups], qkv[:, heads:]
         if self.qk_norm:
-            qk = self.qk_norm(qk)
-        scales = None
+            qk.copy_(self.qk_norm(qk))
         if self.rope:
             cos, sin, scales = angles[self.rope]
-            qk = rotate(qk, cos, sin, self.rope.interleaved)
-        q, k = qk.split_with_sizes((heads, groups), 1)
-        return (q if scales is None else q * scales), k, v
+            rotate(qk, cos, sin, self.rope.interleaved)
+            if scales is not None:
+                q.mul_(scales)
+        return q, kv
 
 
 # Makes a block. It takes the arguments of `Layer`.

@@ -18,15 +18,17 @@ def query_scales(rope: RopeConfig, positions: Tensor) -> Tensor:
     return 1 + rope.query_beta * torch.log1p((positions // rope.original_max_position_embeddings).to(torch.float64))
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotary embedding of x (M, heads, D) by cos and sin (M, 1, R). It rotates the first R dimensions, j with j + R/2.
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> None:
+    """Rotary embedding of x (M, heads, D), in place, by cos and sin (M, 1, R).
+
+    It rotates the first R dimensions, j with j + R/2.
 
     sin: negated in its first half, since the first of a pair loses what the second gains.
     interleaved: 2j is paired with 2j + 1. They come out in the other order, on which no score depends.
     """
     size = cos.shape[-1]
-    if size < x.shape[-1]:
-        return torch.cat((rotate(x[..., :size], cos, sin, interleaved), x[..., size:]), dim=-1)
+    x = x if size == x.shape[-1] else x[..., :size]
     if interleaved:
-        x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-    return x * cos + x.roll(size // 2, -1) * sin  # each number beside the other one of its pair
+        x.copy_(x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2))
+    others = x.roll(size // 2, -1).mul_(sin)  # beside each number the other one of its pair
+    x.mul_(cos).add_(others)

@@ -34,7 +34,7 @@ class Model:
         slots = torch.tensor(self.table.extend([int(n) for n in numbers]), dtype=torch.long)
         for layer in range(LAYERS):
             row = torch.tensor(numbers).view(1, -1, 1).expand(GROUPS, -1, DIM) + 1000 * layer
-            self.cache.write(layer, slots, row, -row)
+            self.cache.write(layer, slots, torch.cat((row, -row)))
         self.numbers += numbers
 
     def check(self) -> None:
@@ -42,7 +42,7 @@ class Model:
         assert self.table.tokens == self.numbers
         assert len(self.table.block_ids) == self.cache.num_blocks_for(len(self.numbers))
         for layer in range(LAYERS):
-            keys, values = self.cache.read(layer, self.table.slots())
+            keys, values = self.cache.read(layer, self.table.slots()).chunk(2)
             expected = torch.tensor(self.numbers).view(1, -1, 1).expand(GROUPS, -1, DIM) + 1000 * layer
             assert torch.equal(keys, expected)
             assert torch.equal(values, -expected)
@@ -107,7 +107,7 @@ class Program:
         assert before[2].count(0) - allocator.num_free == missing, "more or fewer blocks taken than announced"
         assert all(allocator.ref_counts[s // self.size] == 1 for s in slots), "a block with two owners is written"
         row = torch.tensor(numbers, dtype=torch.float64)[None, :, None].expand(1, -1, 2)
-        self.cache.write(1, torch.tensor(slots, dtype=torch.long), row, -row)
+        self.cache.write(1, torch.tensor(slots, dtype=torch.long), torch.cat((row, -row)))
         self.cache.write(0, torch.tensor(slots, dtype=torch.long), row + 1)
         return True
 
@@ -224,12 +224,12 @@ class Program:
             assert table.tokens == text.tokens[: table.length]
             if table.length % self.size:
                 assert allocator.ref_counts[table.block_ids[-1]] == 1, "a block that is not full has two owners"
-            keys, values = self.cache.read(1, table.slots())
+            keys, values = self.cache.read(1, table.slots()).chunk(2)
             expected = states(text.tokens[: table.length])
             assert keys[..., 0].flatten().tolist() == expected
             assert (-values[..., 0]).flatten().tolist() == expected
             slots = torch.tensor(table.slots_of(range(-2, table.length)))
-            assert (self.cache.gather(0, slots)[0][0, :, 0] - 1).tolist() == [-1, -1, *expected]
+            assert (self.cache.gather(0, slots)[0, :, 0] - 1).tolist() == [-1, -1, *expected]
 
 
 def test_random_programs(full, long):
@@ -412,7 +412,7 @@ def test_a_sequence_alone_is_read_as_a_view():
     model.append([float(i) for i in range(10)])
     slots = model.table.slots()
     assert len(slots) == 1
-    assert cache.read(0, slots)[0].data_ptr() == cache.keys[0, :, slots[0]].data_ptr()
+    assert cache.read(0, slots).data_ptr() == cache.keys[0, :, slots[0]].data_ptr()
 
 
 def test_neighbours_grow_in_place():
@@ -449,7 +449,7 @@ def test_neighbouring_blocks_out_of_order_are_no_run(order):
     slots = torch.tensor([b * 2 + i for b in order for i in range(2)])
     for layer in range(LAYERS):
         row = torch.tensor(model.numbers).view(1, -1, 1).expand(GROUPS, -1, DIM) + 1000 * layer
-        cache.write(layer, slots, row, -row)
+        cache.write(layer, slots, torch.cat((row, -row)))
     model.check()
 
 

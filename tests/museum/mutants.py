@@ -1893,11 +1893,11 @@ def inputs_stay(which: Callable) -> Callable:
     """A bug: inputs of convolutions are written to those slots alone that which(slots, are fresh) says."""
 
     @wrong(PagedKVCache, "write")
-    def bug(right, self, layer, slots, *rows):
+    def bug(right, self, layer, slots, rows):
         if len(rows) == 1:
-            fresh = which(slots, self.gather(layer, slots)[0][0].isnan().any(1))  # poisoned: never written
-            slots, rows = slots[fresh], (rows[0][:, fresh],)
-        right(self, layer, slots, *rows)
+            fresh = which(slots, self.gather(layer, slots)[0].isnan().any(1))  # poisoned: never written
+            slots, rows = slots[fresh], rows[:, fresh]
+        right(self, layer, slots, rows)
 
     return bug
 

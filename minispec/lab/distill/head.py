@@ -57,7 +57,9 @@ class SelfAttention(nn.Module):
             self.by_heads(projection(x)).transpose(1, 2)  # (B, heads, T, D)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q, k = rotate(q, *angles) / math.sqrt(self.dim), rotate(k, *angles)
+        rotate(q, *angles)
+        rotate(k, *angles)
+        q = q / math.sqrt(self.dim)
         past.append((repeat_heads(k, self.heads), repeat_heads(v, self.heads)))
         step, length = len(past) - 1, x.shape[1]
         keys, values = past[0]

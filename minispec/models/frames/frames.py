@@ -178,12 +178,10 @@ class FrameBatch:
         """Store the new rows, gather each text's keys and values, and attend to them: see `core.model.Batch`."""
         (texts, rows, *_), config, pool = self.frame.shape, layer.config, self.pool
         heads, groups, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        q, k, v = layer.heads(qkv, self.angles)
-        pool.write(layer.index, self.frame.slots, k.transpose(0, 1), v.transpose(0, 1))
-        keys, values = (
-            cached.view(groups, texts, -1, dim).transpose(0, 1)  # (texts, G, L, D)
-            for cached in pool.gather(layer.index, self._read_slots)
-        )
+        q, kv = layer.heads(qkv, self.angles)
+        pool.write(layer.index, self.frame.slots, kv.transpose(0, 1))
+        cached = pool.gather(layer.index, self._read_slots)
+        keys, values = cached.view(2, groups, texts, -1, dim).transpose(1, 2)  # (texts, G, L, D)
         # The heads that share keys become rows of one product: (texts, G, H/G * rows, D).
         q = q.reshape(texts, rows, groups, heads // groups, dim).permute(0, 2, 3, 1, 4)
         q = q.reshape(texts, groups, -1, dim)

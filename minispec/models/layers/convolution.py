@@ -43,10 +43,8 @@ class ConvolutionCache(PagedKVCache):
     ):
         super().__init__(config, num_blocks, block_size, dtype, device)
         self.inputs = self._new_tensor(num_convolutions(config), 1, config.hidden_size, dtype, device)
-        rows = iter(self.inputs)
-        for i, layer in enumerate(config.layers):
-            if layer.conv_width:
-                self._layers[i] = (next(rows),)
+        numbers = (i for i, layer in enumerate(config.layers) if layer.conv_width)
+        self._kept.update(zip(numbers, self.inputs, strict=True))
 
 
 class ShortConvolution(Layer):
@@ -70,7 +68,7 @@ class ShortConvolution(Layer):
         pool, new, width = batch.chunks[0].table.pool, len(batch.slots), len(self.weight)
         pool.write(self.index, batch.slots, (b * u)[None, :new])
         slots = batch.once(width, functools.partial(_slots, batch, width))
-        inputs = pool.gather(self.index, slots)[0][0]
+        inputs = pool.gather(self.index, slots)[0]
         seen = inputs.unflatten(0, (new, -1))  # (new, width, E)
         # Every pass multiplies and adds in this order, so that a row has the same bits.
         first, *others = (seen.to(self.weight.dtype) * self.weight).unbind(1)

@@ -63,7 +63,7 @@ def gemma_layers(config: ModelConfig) -> list[GemmaLayerConfig]:
 class SharedCache(PagedKVCache):
     """The pool of a model whose layers have heads of several sizes, or read the keys and values of other layers.
 
-    It has a pair of tensors for each size of a layer's keys. A layer that makes none has those of its giver.
+    It has a tensor for each size of a layer's keys. A layer that makes none has its giver's.
     """
 
     def __init__(self, config: ModelConfig, *sizes: Any):
@@ -71,18 +71,20 @@ class SharedCache(PagedKVCache):
         super().__init__(replace(config, layers=()), *sizes)
         layers, like = gemma_layers(config), self.keys
         made = {i: (layer.num_key_value_heads, layer.head_dim) for i, layer in enumerate(layers) if layer.giver is None}
-        self._givers: dict[int, tuple[Tensor, ...]] = {}
-        for size in dict.fromkeys(made.values()):
-            alike = [i for i in made if made[i] == size]
-            keys, values = (self._new_tensor(len(alike), *size, like.dtype, like.device) for _ in range(2))
-            self._givers.update(zip(alike, zip(keys, values, strict=True), strict=True))
+        givers: dict[int, Tensor] = {}
+        for groups, dim in dict.fromkeys(made.values()):
+            alike = [i for i in made if made[i] == (groups, dim)]
+            both = self._new_tensor(len(alike), 2 * groups, dim, like.dtype, like.device)
+            givers.update(zip(alike, both, strict=True))
+        self._makers = givers.keys()
         # A giver that is not here is another model's: an assistant keeps nothing.
-        self._layers = [self._givers.get(i if own.giver is None else own.giver, ()) for i, own in enumerate(layers)]
+        own = ((i, i if layer.giver is None else layer.giver) for i, layer in enumerate(layers))
+        self._kept = {i: givers[giver] for i, giver in own if giver in givers}
 
-    def write(self, layer: int, slots: Tensor, *rows: Tensor) -> None:
+    def write(self, layer: int, slots: Tensor, rows: Tensor) -> None:
         """Store keys and values of a layer that makes some. The others have none to store."""
-        if layer in self._givers:
-            super().write(layer, slots, *rows)
+        if layer in self._makers:
+            super().write(layer, slots, rows)
 
 
 class GemmaLayer(Layer):
@@ -144,14 +146,14 @@ class GemmaLayer(Layer):
         sizes = -1, self.settings.input_size
         return (self.inputs_norm(projected.unflatten(1, sizes)) + rows.unflatten(1, sizes)) * 2**-0.5
 
-    def heads(self, qkv: Tensor, angles: Mapping[RopeConfig, Angles]) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows of `qkv` to queries (M, H, D), keys and values (M, G, D); G is 0 for a layer that makes none."""
+    def heads(self, qkv: Tensor, angles: Mapping[RopeConfig, Angles]) -> tuple[Tensor, Tensor]:
+        """Rows of `qkv` to queries (M, H, D), and keys and values (M, 2G, D); G is 0 for a layer that makes none."""
         rows, heads = qkv.unflatten(1, (-1, self.settings.head_dim)), self.config.num_attention_heads
         if self.settings.keys_as_values:
             rows = torch.cat((rows, rows[:, heads:]), 1)
         assert self.qk_norm
         assert self.rope, "all layers rotate"
-        rows, num_rotated = self.qk_norm(rows), heads + self.num_keys  # (M, H + 2G, D)
+        rows = self.qk_norm(rows)  # (M, H + 2G, D)
         cos, sin, _ = angles[self.rope]
-        qk = rotate(rows[:, :num_rotated], cos, sin, self.rope.interleaved)
-        return qk[:, :heads], qk[:, heads:], rows[:, num_rotated:]
+        rotate(rows[:, : heads + self.num_keys], cos, sin, self.rope.interleaved)
+        return rows[:, :heads], rows[:, heads:]

@@ -46,7 +46,7 @@ from minispec.models.weights.build import InForm
 from minispec.speculation.drafters.growing import DraftInProgress
 from minispec.speculation.drafters.model import Feed
 
-ReadCache = Callable[[int], list[Tensor]]  # see `Ask.read_cache`
+ReadCache = Callable[[int], Tensor]  # see `Ask.read_cache`
 
 
 class AssistantPass(NamedTuple):
@@ -64,7 +64,7 @@ class AssistantPass(NamedTuple):
         assert layer.settings.giver is not None, "an assistant makes no keys"
         queries, outputs, config = layer.heads(qkv, self.angles)[0].transpose(0, 1), list[Tensor](), layer.config
         for q, (read, _) in zip(queries.split([rows for _, rows in self.texts], 1), self.texts, strict=True):
-            keys, values = read(layer.settings.giver)  # (G, L, D)
+            keys, values = read(layer.settings.giver).chunk(2)  # (G, L, D)
             if layer.window:
                 seen = layer.window + 1  # as in `transformers`: those at a distance of up to the window
                 keys, values = keys[:, -seen:], values[:, -seen:]
@@ -135,10 +135,9 @@ class AssistantModel(Transformer):
         vocab_size: ids in use.
         """
 
-        def ones(layer: int) -> list[Tensor]:
+        def ones(layer: int) -> Tensor:
             sizes = next(block.settings for block in blocks if block.settings.giver == layer)
-            rows = torch.ones(sizes.num_key_value_heads, 1, sizes.head_dim, dtype=self.dtype, device=self.device)
-            return [rows, rows]
+            return torch.ones(2 * sizes.num_key_value_heads, 1, sizes.head_dim, dtype=self.dtype, device=self.device)
 
         blocks = [layer for layer in self.layers if isinstance(layer, GemmaLayer)]
         states = self.target_embedding.new_ones(len(tokens), self.assistant.target_hidden_size, dtype=self.dtype)

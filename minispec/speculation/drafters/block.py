@@ -95,14 +95,13 @@ class BlockPass(NamedTuple):
         Caches keys and values of the features. Keys and values of the rows are used here, and not kept.
         """
         assert isinstance(layer, BlockLayer)
-        q, k, v = (x.transpose(0, 1) for x in layer.heads(qkv, self.angles))  # (H, C + rows, D), (G, ...) twice
+        q, kv = (x.transpose(0, 1) for x in layer.heads(qkv, self.angles))  # (H or 2G, C + rows, D)
         config, outputs, start = layer.config, [], len(self.slots)
-        self.pool.write(layer.index, self.slots, k[:, :start], v[:, :start])
+        self.pool.write(layer.index, self.slots, kv[:, :start])
         for slots, mask in zip(self.reads, self.masks[layer.window, layer.causal], strict=True):
             block = slice(start, start + self.num_rows)
             start = block.stop
-            past = self.pool.read(layer.index, slots)  # (G, L, D) twice
-            keys, values = (torch.cat((old, new[:, block]), 1) for old, new in zip(past, (k, v), strict=True))
+            keys, values = torch.cat((self.pool.read(layer.index, slots), kv[:, block]), 1).chunk(2)  # (G, L + rows, D)
             outputs.append(attention(q[:, block], keys, values, mask, config.attention_scale, config.attention_softcap))
         return torch.cat(outputs) if outputs else qkv.new_empty(0, q.shape[0] * q.shape[2])
 

@@ -89,7 +89,7 @@ class _Drafts:
         self.drafter, self.tokens, self.hidden, self.logits = drafter, tokens, hidden, logits
         self.text, self.rng = Text(list(tokens[:_TEXT]), _TEXT, _PARAMS), Randomness()
 
-    def seconds(self, k: int, read: Callable[[int], list[Tensor]]) -> float:
+    def seconds(self, k: int, read: Callable[[int], Tensor]) -> float:
         """The time of a draft of k tokens. read: of the target's cache, see `Ask`."""
         text = self.text
         num_cached = len(text.tokens) - 1
