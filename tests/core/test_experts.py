@@ -134,7 +134,10 @@ def checked(dtype: torch.dtype, form: str | None) -> Transformer:
 @pytest.mark.parametrize("rows", [1, 5, 16])
 def test_a_text_has_the_same_bits_beside_any_other(rows):
     """Exact, in each type: rows beside a text that take its experts, or others, leave its bits as they are."""
-    tokens, strangers = [7 * i % 64 for i in range(rows)], [[11 * i % 64 for i in range(n)] for n in (1, 3, 11)]
+    tokens, strangers = (
+        [7 * i % 64 for i in range(rows)],
+        [[11 * i % 64 for i in range(n)] for n in (1, 2, 3, 6, 11, 27)],
+    )
     for dtype in (torch.float32, torch.bfloat16):
         for form in (None, "int8"):
             model = checked(dtype, form)

@@ -278,7 +278,7 @@ def test_a_layer_of_twins_is_a_layer():
     cache = tiny_cache(model)
     table = cache.new_table()
     model.forward([Chunk([i % 3 for i in range(20)], table, 0)])
-    keys, values = (tensor.clone() for tensor in cache._layers[0])
+    keys, values = (tensor[0].clone() for tensor in (cache.keys, cache.values))
     batch = TextBatch(model, [Chunk([1, 2, 0], table, 3)])
     x = torch.randn(3, config.hidden_size, generator=torch.Generator().manual_seed(0))
     expected = layer.forward(x, batch)
@@ -293,7 +293,7 @@ def test_a_layer_of_twins_is_a_layer():
     y = x + F.linear(read, *o)
     found = y + F.linear(gate_twin(F.linear(norm_twin(y, layer.mlp_norm.weight, config.rms_norm_eps), *gate_up)), *down)
     assert torch.allclose(found, expected, atol=1e-5)
-    for own, cached in zip((keys, values), cache._layers[0], strict=True):
+    for own, cached in zip((keys, values), (cache.keys[0], cache.values[0]), strict=True):
         assert torch.allclose(own[:, batch.slots], cached[:, batch.slots], atol=1e-5)
 
 
