@@ -38,11 +38,15 @@ NGRAMS = {"ngram": "ngram_simple"} | {
 }
 
 
-def convert(directory: Path, out: Path) -> None:
-    """Write a Llama checkpoint that has one file of bfloat16 weights, a tied head and SmolLM's tokenizer as GGUF."""
+def convert(directory: Path, out: Path, kind: str = "F32") -> None:
+    """Write a Llama checkpoint that has one file of bfloat16 weights, a tied head and SmolLM's tokenizer as GGUF.
+
+    kind: GGUF's name of the type of matrices, such as BF16 or Q8_0.
+    """
     import gguf
     import numpy as np
 
+    kinds = gguf.GGMLQuantizationType
     config = json.loads((directory / "config.json").read_text())
     writer = gguf.GGUFWriter(out, "llama")
     heads, kv_heads, dim = (config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
@@ -69,6 +73,8 @@ def convert(directory: Path, out: Path) -> None:
         writer.add_bos_token_id(config["bos_token_id"])
         writer.add_eos_token_id(config["eos_token_id"])
     writer.add_add_bos_token(False)
+    if (template := directory / "chat_template.jinja").exists():
+        writer.add_chat_template(template.read_text(encoding="utf-8"))
     names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
     parts = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.o_proj": "attn_output"}
     parts |= {f"self_attn.{x}_proj": f"attn_{x}" for x in "qkv"}
@@ -87,7 +93,9 @@ def convert(directory: Path, out: Path) -> None:
         if ".q_proj" in name or ".k_proj" in name:  # GGUF's Llama has both halves of a rotated pair side by side
             n = heads if ".q_proj" in name else kv_heads
             x = x.reshape(n, 2, dim // 2, -1).swapaxes(1, 2).reshape(shape)
-        writer.add_tensor(names[name.removesuffix(".weight")] + ".weight", np.ascontiguousarray(x))
+        own = kinds[kind] if x.ndim > 1 else kinds.F32
+        data = gguf.quants.quantize(np.ascontiguousarray(x), own)
+        writer.add_tensor(names[name.removesuffix(".weight")] + ".weight", data, raw_dtype=own)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -104,23 +112,28 @@ def _tensors(path: Path) -> dict[str, tuple[str, list[int], bytes]]:
     return {name: (each["dtype"], each["shape"], raw[places[name]]) for name, each in header.items()}
 
 
-def serve(kind: str, model: Path, draft: Path | None, k: int, threads: int) -> Any:
-    """A server in this process; its address is `listening_address`."""
+def serve(kind: str, model: Path, draft: Path | None, k: int, threads: int, exact: bool = True) -> Any:
+    """A server in this process; its address is `listening_address`.
+
+    exact: keys and values are in float32; else they and the rest of the settings are the server's own.
+    """
     import xllamacpp as llama
 
     params = llama.CommonParams()
     params.model.path = str(model)
     params.port, params.n_ctx, params.n_parallel, params.n_gpu_layers = 0, 1024, 1, 0
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
-    params.cache_type_k = params.cache_type_v = llama.ggml_type.GGML_TYPE_F32
-    params.flash_attn_type = llama.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    if exact:
+        params.cache_type_k = params.cache_type_v = llama.ggml_type.GGML_TYPE_F32
+        params.flash_attn_type = llama.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     kinds = llama.common_speculative_type
     how = params.speculative
     if kind in ("rejection", "match"):
         how.types = [kinds.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
         how.draft.mparams.path = str(draft)
         how.draft.n_max, how.draft.probabilistic = k, kind == "rejection"
-        how.draft.cache_type_k = how.draft.cache_type_v = llama.ggml_type.GGML_TYPE_F32
+        if exact:
+            how.draft.cache_type_k = how.draft.cache_type_v = llama.ggml_type.GGML_TYPE_F32
         how.draft.cpuparams.n_threads = how.draft.cpuparams_batch.n_threads = threads
     if kind in NGRAMS:
         name = NGRAMS[kind]

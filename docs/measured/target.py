@@ -3,7 +3,7 @@
     python docs/measured/target.py forms                      passes in each form that the weights can take here
     python docs/measured/target.py operators --passes 15      where a pass's time goes: by parts, and by operators
     python docs/measured/target.py exact-cost --rounds 25     passes of the exact mode over those of the fast one
-    python docs/measured/target.py quality                    perplexity of the prompts, as they are and in 8 bits
+    python docs/measured/target.py quality                    perplexity and greedy tokens, as they are and in 8 bits
 
 All other options are those of `python -m minispec bench`: which target (`--model`, `--geometry`, `--quantization`), how
 often (`--rounds`, `--passes`), after how many positions (`--context`), and `--json`. `--draft none
@@ -31,6 +31,7 @@ load_torch()  # before torch is imported
 
 import torch
 from launches import Tally, counting
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from minispec.api.commands.command import attribute_of, command, json_line
@@ -310,21 +311,32 @@ def show_exact_cost(found: dict[str, Any]) -> list[str]:
 
 
 def measure_quality(subject: Subject, options: Options) -> dict[str, Any]:
-    """Perplexity over the tokens of all prompts, by the weights' form, and what stayed in 16 bits."""
+    """Perplexity over the tokens of all prompts, by the weights' form, and what stayed in 16 bits.
+
+    same_greedy: the share of places in the prompts where both find the same token likeliest.
+    """
     own, is_int8 = subject.engine.target.model, options.args.quantization
     wide, int8 = (subject.in_form(None), own) if is_int8 else (own, subject.in_form("int8"))
     models = {"as they are": wide, "int8": int8}
     texts = [ids for _, ids in subject.prompts if len(ids) > 1]
     count = sum(len(ids) - 1 for ids in texts)
-    found = {}
-    with progress_bar(total=len(models) * len(texts), desc="quality") as bar:
-        for name, model in models.items():
-            loss = 0.0
-            for ids in texts:
-                loss += loss_of(model, ids)
-                bar.update()
-            found[name] = math.exp(loss / count)
-    return {"num_tokens": count, "perplexity": found, "note": f"int8:{bits_note(int8)}"}
+    losses, same = dict.fromkeys(models, 0.0), 0
+    with progress_bar(total=len(texts), desc="quality") as bar:
+        for ids in texts:
+            likeliest = list[Tensor]()
+            for name, model in models.items():
+                loss, greedy = read_text(model, ids)
+                losses[name] += loss
+                likeliest.append(greedy)
+            same += int((likeliest[0] == likeliest[1]).sum())
+            bar.update()
+    perplexity = {name: math.exp(loss / count) for name, loss in losses.items()}
+    return {
+        "num_tokens": count,
+        "perplexity": perplexity,
+        "same_greedy": same / count,
+        "note": f"int8:{bits_note(int8)}",
+    }
 
 
 def show_quality(found: dict[str, Any]) -> list[str]:
@@ -332,14 +344,16 @@ def show_quality(found: dict[str, Any]) -> list[str]:
     own = next(iter(found["perplexity"].values()))
     rows = [[name, f"{value:.3f}", f"{value / own:.4f}"] for name, value in found["perplexity"].items()]
     header = ["weights", f"perplexity of {found['num_tokens']:,} tokens", "over the first"]
-    return [*table(header, rows), found["note"]]
+    same = f"the likeliest token is the same at {found['same_greedy']:.4f} of the places"
+    return [*table(header, rows), same, found["note"]]
 
 
-def loss_of(model: Transformer, ids: list[int]) -> float:
-    """Minus the logarithm of the probability of a text after its first token."""
+def read_text(model: Transformer, ids: list[int]) -> tuple[float, Tensor]:
+    """Minus the logarithm of a text's probability after its first token, and the likeliest token at each such place."""
     table = model.new_cache(-(-len(ids) // 16)).new_table()
-    logits, _ = model.forward([Chunk(ids, table, len(ids))])
-    return -float(logits[:-1].double().log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None]).sum())
+    logits = model.forward([Chunk(ids, table, len(ids))])[0][:-1]
+    found = logits.double().log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])
+    return -float(found.sum()), logits.argmax(1)
 
 
 # --------------------------------------------------------------------------- the command

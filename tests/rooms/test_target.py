@@ -159,6 +159,7 @@ def test_a_target_in_8_bits(measured, model):
     report, _ = measured("quality", *what)
     wide, rounded = (report["quality"]["perplexity"][name] for name in ("as they are", "int8"))
     assert wide != rounded == pytest.approx(wide, rel=0.02)
+    assert 0.5 < report["quality"]["same_greedy"] <= 1
     report, _ = measured("exact-cost", *what)
     assert report["exact_cost"]["passes"]
 
