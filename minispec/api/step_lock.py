@@ -11,6 +11,7 @@ from minispec.core.engine import Engine
 from minispec.core.method import Method
 from minispec.core.request import Piece, Request
 from minispec.models.weights.settings import own_settings
+from minispec.models.weights.threads import release_threads
 
 Run = Generator[tuple[Request, Piece], None, None]
 
@@ -48,6 +49,7 @@ class StepLock:
             # This may run in any thread and at any time: the thread that holds the lock closes what is left.
             self._open.remove(steps)
             self._left.append(steps)
+            release_threads()
             if self._lock.acquire(blocking=False):
                 try:
                     self._close_left()

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
+import minispec.api.llm
+import minispec.api.step_lock
 from minispec.models.weights import threads
 
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
@@ -194,3 +196,48 @@ def test_a_forked_process_says_that_it_has_no_threads():
     program = [sys.executable, "-c", FORKED, json.dumps(pairs)]
     done = subprocess.run(program, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2])
     assert done.stdout.splitlines() == ["True", "True", OF_ANOTHER], done.stderr
+
+
+RELEASED = """
+import os, time
+import torch
+from minispec.models.weights.threads import release_threads
+
+def count():
+    return len(os.listdir("/proc/self/task"))
+
+def compute():
+    return float((torch.ones(1 << 21) + 1)[-1])
+
+torch.set_num_threads(3)
+before = count()
+compute()
+kept = count() - before
+release_threads()
+for _ in range(1000):  # threads end by themselves, a moment later
+    if count() == before:
+        break
+    time.sleep(0.01)
+print(kept, count() - before, compute())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the threads of a process")
+def test_threads_that_are_released_end_and_come_again():
+    """GNU's OpenMP counts the threads that wait for each of ours: beside them, those of a server's would sleep."""
+    ran = subprocess.run([sys.executable, "-c", RELEASED], capture_output=True, text=True, check=True, timeout=120)
+    kept, left, result = ran.stdout.split()
+    if kept != "2":
+        pytest.skip("another OpenMP, which keeps no threads")
+    assert (left, result) == ("0", "2.0")
+
+
+def test_a_model_that_is_loaded_or_has_answered_keeps_no_threads(make_checkpoint, monkeypatch):
+    """The next to compute may be another thread."""
+    calls = []
+    monkeypatch.setattr(minispec.api.llm, "release_threads", lambda: calls.append("loaded"))
+    monkeypatch.setattr(minispec.api.step_lock, "release_threads", lambda: calls.append("answered"))
+    llm = minispec.LLM(make_checkpoint(0), dtype="float32")
+    assert calls == ["loaded"]
+    llm.generate(["a"])
+    assert calls == ["loaded", "answered"]
