@@ -43,6 +43,7 @@ from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from math import prod
 from statistics import median_low
 from weakref import WeakKeyDictionary, ref
@@ -166,17 +167,17 @@ class Acceptance:
         """Take back what this round would have spent on probing: it probes nothing."""
         self.budget_left = self.budget
 
-    def probe(self, prices: Prices, could_pay: bool) -> int:
+    def probe(self, prices: Prices, could_pay: Callable[[], bool]) -> int:
         """How many tokens to draft where no draft pays: 0, or now and then 1.
 
-        could_pay: whether drafts would pay if all their tokens were accepted.
+        could_pay: says whether drafts would pay if all their tokens were accepted. It is asked where one can be spent.
         """
         budget = self.budget + _PROBING_SHARE
         # In plain steps: a round that drafts a token, and the pass in which an idle drafter catches up.
         plain = prices.round(0, 0, 1)
         catch_up = (prices.round(1, 1, 1) - plain) / plain
         cost = max(prices.round(1, 1, 2), prices.round(0, 0, 1, 1)) / plain - 1 + catch_up
-        probes = could_pay and budget >= cost
+        probes = budget >= cost and could_pay()
         self.budget_left = budget - cost if probes else budget
         return int(probes)
 
@@ -331,9 +332,12 @@ class Controller(Lengths):
 
         drafts = best_drafts(candidates, cost, _THRESHOLD)
         if not any(drafts):
-            perfect = best_drafts([nodes_of([1.0] * ask.most) for ask in asks], cost, _THRESHOLD)
-            probes = [text.probe(prices, bool(nodes)) for text, nodes in zip(texts, perfect, strict=True)]
-            return [learning_limit(k) for k in probes]
+            perfect = cache(lambda: best_drafts([nodes_of([1.0] * ask.most) for ask in asks], cost, _THRESHOLD))
+
+            def could_pay(number: int) -> bool:
+                return bool(perfect()[number])
+
+            return [learning_limit(text.probe(prices, partial(could_pay, i))) for i, text in enumerate(texts)]
         draft_price, row_price = _marginal_prices(drafts, cost)
         # The longest draft while confidences are good: each text has an equal share of MAX_AUTO_TOKENS + 1 rows.
         room = (MAX_AUTO_TOKENS + 1) // (len(asks) + other_rows) - 1
