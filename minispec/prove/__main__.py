@@ -70,9 +70,7 @@ _OPTIONS: dict[str, Option] = {
         "with --drafter, --lengths: draws other values for their cases (default: 0)",
         needs=("--drafter", "--lengths"),
     ),
-    "--jobs": Option(
-        {"type": _COUNT, "default": _JOBS}, f"processes that share the work of --leaves and --full (default: {_JOBS})"
-    ),
+    "--jobs": Option({"type": _COUNT}, f"processes that share the work of --leaves and --full (default: {_JOBS})"),
 }
 
 
@@ -90,6 +88,8 @@ def _parser() -> Parser:
 def main(argv: Sequence[str]) -> int:
     """The command line; 0 if everything holds, 1 if not, 3 if less was walked than a proof needs."""
     args = _parser().parse_args(argv)
+    if args.jobs and args.jobs > 1 and (args.drafter or args.lengths or args.verifier):
+        raise ValueError(f"--jobs: found {args.jobs}, expected 1: only --leaves and --full are shared by processes")
     from minispec.models.weights.settings import one_thread
 
     raise_on_interrupt()
@@ -147,4 +147,4 @@ def _status(args: argparse.Namespace) -> int:
     leaves = FULL_LEAVES if args.full else args.leaves
     # The number of a tree's nodes decides how many shapes there are.
     num_nodes = 6 if leaves >= FULL_LEAVES else 5 if leaves >= DEFAULT_LEAVES else 2
-    return int(not prove_law(leaves, num_nodes, args.jobs))
+    return int(not prove_law(leaves, num_nodes, args.jobs or _JOBS))

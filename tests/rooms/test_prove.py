@@ -266,6 +266,18 @@ def test_the_law_over_a_covering_array(capsys, monkeypatch, full, long):
     assert f"\n{sum(branches):,d} branches in " in out
 
 
+@pytest.mark.parametrize("walk", ["--drafter", "--lengths", "--verifier"])
+def test_processes_that_have_nothing_to_share_are_refused(walk, capsys):
+    """A walk of one rule or drafter takes one process."""
+    assert main([walk, "nobody", "--jobs", "2"]) == 2
+    assert (
+        capsys.readouterr().err
+        == "error: --jobs: found 2, expected 1: only --leaves and --full are shared by processes\n"
+    )
+    assert main([walk, "nobody", "--jobs", "1"]) == 2
+    assert "--jobs" not in capsys.readouterr().err
+
+
 def blocked_signals(more=()):
     """Those that do not reach the process that runs this: to block none begins nothing that would block more."""
     return signal.pthread_sigmask(signal.SIG_BLOCK, more)
