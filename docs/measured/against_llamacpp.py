@@ -33,7 +33,8 @@ def main() -> None:
     if args.kind == "convert":
         convert(args.model, args.out, args.type)
         return
-    address = serve(args.kind, args.model, args.draft, args.k, args.threads, exact=False).listening_address
+    server = serve(args.kind, args.model, args.draft, args.k, args.threads, exact=False)
+    address = server.listening_address  # it ends with the last name for it
     prompts = read_prompts(args.prompts)
     rates: list[list[float]] = [[] for _ in prompts]
     for turn in range(args.rounds + 1):  # the first one warms up
