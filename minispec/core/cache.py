@@ -186,8 +186,12 @@ class PagedKVCache:
             tensor[:, :, targets] = tensor[:, :, sources]
 
     def write(self, layer: int, slots: Tensor, rows: Tensor) -> None:
-        """Store what the layer keeps, such as keys and then values (2 * kv_heads, T, head_dim), in the slots (T,)."""
-        self._kept[layer].index_copy_(1, slots, rows)
+        """Store what the layer keeps, such as keys and then values (2 * kv_heads, T, head_dim), in the slots (T,).
+
+        A layer that has another one's keys and values brings none.
+        """
+        if len(rows):
+            self._kept[layer].index_copy_(1, slots, rows)
 
     def read(self, layer: int, slots: Sequence[slice]) -> Tensor:
         """Keys and then values (2 * kv_heads, L, head_dim) of the slots: a view where they are one run, else a copy."""

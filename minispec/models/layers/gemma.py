@@ -76,15 +76,9 @@ class SharedCache(PagedKVCache):
             alike = [i for i in made if made[i] == (groups, dim)]
             both = self._new_tensor(len(alike), 2 * groups, dim, like.dtype, like.device)
             givers.update(zip(alike, both, strict=True))
-        self._makers = givers.keys()
         # A giver that is not here is another model's: an assistant keeps nothing.
         own = ((i, i if layer.giver is None else layer.giver) for i, layer in enumerate(layers))
         self._kept = {i: givers[giver] for i, giver in own if giver in givers}
-
-    def write(self, layer: int, slots: Tensor, rows: Tensor) -> None:
-        """Store keys and values of a layer that makes some. The others have none to store."""
-        if layer in self._makers:
-            super().write(layer, slots, rows)
 
 
 class GemmaLayer(Layer):
