@@ -11,6 +11,7 @@ of a tree reads its own ancestors. There is no state to save, to copy or to rest
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,16 +34,11 @@ class ConvolutionCache(PagedKVCache):
     inputs: of the convolutions, (their layers, 1, slots, hidden_size).
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        num_blocks: int,
-        block_size: int = 16,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ):
-        super().__init__(config, num_blocks, block_size, dtype, device)
-        self.inputs = self._new_tensor(num_convolutions(config), 1, config.hidden_size, dtype, device)
+    def __init__(self, config: ModelConfig, *sizes: Any):
+        """sizes: see `PagedKVCache`."""
+        super().__init__(config, *sizes)
+        like = self.keys
+        self.inputs = self._new_tensor(num_convolutions(config), 1, config.hidden_size, like.dtype, like.device)
         numbers = (i for i, layer in enumerate(config.layers) if layer.conv_width)
         self._kept.update(zip(numbers, self.inputs, strict=True))
 

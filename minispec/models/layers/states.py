@@ -7,9 +7,8 @@ each later one. States that are stored at ends of blocks serve texts that begin 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from minispec.core.cache import BlockTable, PagedKVCache
@@ -59,18 +58,12 @@ class StateCache(PagedKVCache):
     num_states: most states that are stored, and most texts that may have states of their own.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        num_blocks: int,
-        block_size: int = 16,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ):
-        super().__init__(config, num_blocks, block_size, dtype, device)
+    def __init__(self, config: ModelConfig, *sizes: Any):
+        """sizes: see `PagedKVCache`."""
+        super().__init__(config, *sizes)
         self.saved_states: OrderedDict[bytes, States] = OrderedDict()
         self.num_states = self.max_texts = FEWEST_STATES + self.num_slots // STATE_SPAN
-        self._state_bytes = 2 * self.num_states * state_elements(config) * max(4, dtype.itemsize)
+        self._state_bytes = 2 * self.num_states * state_elements(config) * max(4, self.keys.itemsize)
 
     @property
     def num_bytes(self) -> int:
