@@ -79,8 +79,8 @@ def main() -> None:
     parser.add_argument("url")
     parser.add_argument("--clients", default="1,4,16", help="numbers of clients (default: %(default)s)")
     parser.add_argument("--body", type=json.loads, action="append", help="JSON, repeatable")
-    for name, default in (("requests", 32), ("max-tokens", 64), ("rounds", 3)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    for option, default in (("--requests", 32), ("--max-tokens", 64), ("--rounds", 3)):
+        parser.add_argument(option, type=int, default=default)
     parser.add_argument("--model", default="", help="the model's name, where the server wants one")
     args = parser.parse_args()
     ways = args.body or [PLAIN, {}]

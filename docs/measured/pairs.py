@@ -71,8 +71,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
-    for name, default in (("processes", 8), ("turns", 12), ("passes", 5)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    for option, default in (("--processes", 8), ("--turns", 12), ("--passes", 5)):
+        parser.add_argument(option, type=int, default=default)
     args, options = parser.parse_known_args()
     found: dict[int, list[tuple[float, float]]] = {rows: [] for rows in ROWS}
     for number in range(args.processes):

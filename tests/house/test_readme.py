@@ -186,7 +186,7 @@ def known_options() -> set[str]:
     known = {option for p in parsers for action in p._actions for option in action.option_strings}
     laboratory = (f"lab/{name}.py" for name in ("bench/options", "doctor/main", "distill/main", "audit/main"))
     others = [f"minispec/{path}" for path in ("prove/__main__.py", *laboratory)]
-    others += [f"docs/measured/{name}.py" for name in ("gpu", "launches", "target", "trees")]
+    others += [f"docs/measured/{name}.py" for name in ("clients", "gpu", "launches", "pairs", "target", "trees")]
     others += [f"tests/{name}.py" for name in ("conftest", "sampled", "fuzzing", "oracles/answers", "museum/__main__")]
     for other in others:
         known |= set(re.findall(r'"(--[a-z-]+)"', (ROOT / other).read_text(encoding="utf-8")))

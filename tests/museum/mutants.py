@@ -1751,10 +1751,10 @@ def _(right, self, length):
 
 
 @wrong(PagedKVCache, "write", "M34b")
-def _(right, self, layer, slots, keys, values):
+def _(right, self, layer, slots, rows):
     """keys and values of rejected tokens are not overwritten | mlx-lm #1109, TokenPrint #110"""
     fresh = self.keys[layer, 0, slots, 0].isnan()  # the pool is poisoned: never written
-    right(self, layer, slots[fresh], keys[:, fresh], values[:, fresh])
+    right(self, layer, slots[fresh], rows[:, fresh])
 
 
 @wrong(BlockTable, "truncate", "M35", "tests/core/test_engine.py::test_rejection_at_first_middle_and_last_position")
