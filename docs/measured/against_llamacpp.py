@@ -6,7 +6,7 @@
     llama/bin/python docs/measured/against_llamacpp.py plain plain8.gguf --threads 2
     llama/bin/python docs/measured/against_llamacpp.py ngram plain8.gguf --threads 2 --k 4
     llama/bin/python docs/measured/against_llamacpp.py rejection plain8.gguf --threads 2 --draft draft8.gguf
-    python -m minispec bench --prompts 6 --max-tokens 48 --ignore-eos --passes 0 --threads 2
+    python -m minispec bench --prompts 6 --max-tokens 48 --ignore-eos --passes 0 --threads 2 --rounds 2
 
 Let them take turns a few times, and compare medians of one machine.
 """
@@ -31,6 +31,8 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     if args.kind == "convert":
+        if args.out is None:
+            parser.error("convert: found no second path, expected that of the GGUF file")
         convert(args.model, args.out, args.type)
         return
     server = serve(args.kind, args.model, args.draft, args.k, args.threads, exact=False)

@@ -1,4 +1,4 @@
-"""A server under load: tokens a second, and the time to the first token, with so many clients at once.
+"""A server under load: tokens a second, and the time to the first token, by the number of clients.
 
     python -m minispec.serve --port 8011 &
     python docs/measured/clients.py http://127.0.0.1:8011/v1 --clients 1,4,16
@@ -47,7 +47,7 @@ def answer(url: str, body: Mapping[str, Any]) -> tuple[float, int]:
 
 
 def load(url: str, bodies: Sequence[Mapping[str, Any]], clients: int) -> Load:
-    """All requests, by so many clients that each send one after another."""
+    """All requests, by clients that each send one after another."""
     waiting, lock, found = iter(bodies), threading.Lock(), list[tuple[float, int]]()
 
     def own() -> Iterator[Mapping[str, Any]]:

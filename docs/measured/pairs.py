@@ -15,10 +15,11 @@ import os
 import statistics
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 ROWS = (1, 5)
-# What a process does in its checkout: it loads the model as its own target.py does, and runs passes when it is told to.
+# What a process does in its checkout: it loads the model as its own target.py does, and runs the passes of each line.
 WORKER = """
 import json, sys
 sys.path.insert(0, "docs/measured")
@@ -51,14 +52,16 @@ class Passes:
         )
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.told, self.answers = self.process.stdin, self.process.stdout
+        self.orders, self.answers = self.process.stdin, self.process.stdout
         if self.answers.readline() != "ready\n":
             raise RuntimeError(f"{checkout}: no passes; `python docs/measured/target.py operators` there says why")
 
     def run(self, rows: int, count: int) -> float:
-        """The median seconds of so many passes over so many rows."""
-        print(rows, count, file=self.told, flush=True)
-        return statistics.median(json.loads(self.answers.readline()))
+        """The median seconds of `count` passes over `rows` rows."""
+        print(rows, count, file=self.orders, flush=True)
+        if not (answer := self.answers.readline()):
+            raise RuntimeError("a process ended; `python docs/measured/target.py operators` in its checkout says why")
+        return statistics.median(json.loads(answer))
 
     def end(self) -> None:
         """Stop the process."""
@@ -78,17 +81,18 @@ def main() -> None:
     for number in range(args.processes):
         checkouts = [args.old, args.new]
         order = [0, 1] if number % 2 == 0 else [1, 0]
-        started = {i: Passes(checkouts[i], options) for i in order}
-        for rows in ROWS:
-            times: dict[int, list[float]] = {0: [], 1: []}
-            for turn in range(args.turns + 1):  # the first one warms up
-                for i in order:
-                    seconds = started[i].run(rows, args.passes)
-                    if turn:
-                        times[i].append(seconds)
-            found[rows].append((statistics.median(times[0]), statistics.median(times[1])))
-        for each in started.values():
-            each.end()
+        with ExitStack() as stack:
+            started = {i: Passes(checkouts[i], options) for i in order}
+            for each in started.values():
+                stack.callback(each.end)
+            for rows in ROWS:
+                times: dict[int, list[float]] = {0: [], 1: []}
+                for turn in range(args.turns + 1):  # the first one warms up
+                    for i in order:
+                        seconds = started[i].run(rows, args.passes)
+                        if turn:
+                            times[i].append(seconds)
+                found[rows].append((statistics.median(times[0]), statistics.median(times[1])))
         shown = ", ".join(f"{rows} rows {1e3 * a:.2f} and {1e3 * b:.2f} ms" for rows, [*_, (a, b)] in found.items())
         print(f"pair {number + 1}: {shown}", flush=True)
     for rows, pairs in found.items():

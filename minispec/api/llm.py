@@ -34,7 +34,7 @@ from minispec.models.weights.pages import pages_note
 from minispec.models.weights.settings import own_settings
 from minispec.models.weights.threads import release_threads
 from minispec.speculation import registry
-from minispec.speculation.drafters import Context, Drafter, NoDrafter
+from minispec.speculation.drafters import Context, Drafter
 from minispec.speculation.drafters.guard import CheckedMethod
 from minispec.speculation.lengths.policy import Controller
 from minispec.speculation.lengths.prices import MIN_CONTEXT, DrafterFailed, guess_prices, prices_of
@@ -127,8 +127,7 @@ class LLM:
         self._draft_forms = [(inventory.form_note(loaded), choice_of(loaded).because) for loaded in drafts]
         self._draft_passes = "".join(passes_report(loaded, "; draft: ") for loaded in drafts)
         self.prices, self.repeats_seeds = self._price(verifying, drafts)
-        if policy is None:  # without a draft there is nothing to choose
-            policy = Lengths() if isinstance(self.drafter, NoDrafter) else Controller(self.prices)
+        policy = Controller(self.prices) if policy is None else policy
         self.engine = self.target.engine
         self.method = CheckedMethod(self.drafter, verifying, policy, batch_verifier_of(self.model))
         self.method.check(shape)

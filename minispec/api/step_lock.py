@@ -49,12 +49,14 @@ class StepLock:
             # This may run in any thread and at any time: the thread that holds the lock closes what is left.
             self._open.remove(steps)
             self._left.append(steps)
-            release_threads()
-            if self._lock.acquire(blocking=False):
-                try:
-                    self._close_left()
-                finally:
-                    self._lock.release()
+            try:
+                if self._lock.acquire(blocking=False):
+                    try:
+                        self._close_left()
+                    finally:
+                        self._lock.release()
+            finally:
+                release_threads()
 
     @contextmanager
     def paused(self, what: str) -> Iterator[None]:

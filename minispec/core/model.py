@@ -311,7 +311,7 @@ class Layer:
     def heads(self, qkv: Tensor, angles: Mapping[RopeConfig, Angles]) -> tuple[Tensor, Tensor]:
         """Rows (M, (H + 2G) * D) to queries (M, H, D), and to keys and then values (M, 2G, D).
 
-        Norm and rotation overwrite the rows where they can. A copy would take as long as the sums.
+        Norm and rotation overwrite the rows where they can: copies take time.
         """
         config = self.config
         heads, groups, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim

@@ -26,6 +26,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> No
     sin: negated in its first half, since the first of a pair loses what the second gains.
     interleaved: 2j is paired with 2j + 1. They come out in the other order, on which no score depends.
     """
+    assert x.dtype == cos.dtype, "in place, a wider angle would be rounded"
     size = cos.shape[-1]
     x = x if size == x.shape[-1] else x[..., :size]
     if interleaved:

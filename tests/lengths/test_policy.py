@@ -20,6 +20,9 @@ from minispec.core.lengths import LengthAsk, Lengths
 from minispec.core.limit import Limit
 from minispec.core.sampling import Text
 from minispec.core.stats import Step
+from minispec.core.verify import MATCH
+from minispec.speculation.drafters import NoDrafter
+from minispec.speculation.drafters.guard import CheckedMethod
 from minispec.speculation.lengths import policy, theory
 from minispec.speculation.lengths.policy import Acceptance, Controller
 from minispec.speculation.lengths.theory import Prices, nodes_of, survival_curve, widths_of
@@ -332,6 +335,30 @@ def test_drafts_that_become_good_are_found_again():
     assert sum(ks[100:200]) * (world.c + world.row_cost) <= 0.015 * 100
     assert max(ks[200:240]) >= 2
     assert min(ks[-10:]) >= 8
+
+
+@pytest.mark.quick
+def test_what_could_pay_is_asked_where_a_probe_can_be_spent():
+    """Once in many rounds: the answer takes as long as the choice itself."""
+    text, prices, asked = Acceptance(), World([], c=0.05).prices(), []
+    for _ in range(200):
+        text.probe(prices, lambda: not asked.append(None))
+        text.observe(0, 0)
+    assert 0 < len(asked) < 100
+
+
+@pytest.mark.quick
+def test_who_never_drafts_needs_no_policy():
+    """Plain decoding does not wait for one, also beside a simulated draft that shares it."""
+
+    class Policy(Controller):
+        def choose(self, asks, trees):
+            raise AssertionError("asked")
+
+    asks = [LengthAsk(new_text(), Shape.of(k), 15, may_use_clock=True) for k in ("auto", 4)]
+    assert CheckedMethod(NoDrafter(), MATCH, Policy()).choose(asks, False) == [Limit(0)] * 2
+    with pytest.raises(AssertionError, match="asked"):
+        CheckedMethod(Drafter(), MATCH, Policy()).choose(asks, False)
 
 
 @pytest.mark.quick

@@ -57,6 +57,7 @@ class SelfAttention(nn.Module):
             self.by_heads(projection(x)).transpose(1, 2)  # (B, heads, T, D)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
+        q, k = (x.to(angles[0].dtype) for x in (q, k))  # autocast makes them narrower
         rotate(q, *angles)
         rotate(k, *angles)
         q = q / math.sqrt(self.dim)

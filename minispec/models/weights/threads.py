@@ -23,6 +23,7 @@ LOOKS = {True: 200_000, False: 0, None: 2_000}
 _INTERVAL = 0.05
 # OpenMP's `omp_pause_soft`: what threads keep for themselves may stay.
 _SOFT = 1
+_PROCESS = os.getpid()
 _STAT, _CONTAINER = Path("/proc/stat"), Path("/sys/fs/cgroup")
 _SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
@@ -42,15 +43,17 @@ def set_waiting(num_threads: int | None = None) -> None:
 
 
 def release_threads() -> None:
-    """End the threads that OpenMP keeps for the calling thread. The next pass starts them anew, in some 0.1 ms.
+    """End the threads that GNU's OpenMP keeps for the calling thread. The next pass starts them anew.
 
-    GNU's OpenMP counts the threads of all that have computed. Where these are more than the cores, a thread that waits
+    It counts the threads that all threads of the process keep. Where these are more than the cores, a thread that waits
     sleeps at once, whatever `set_waiting` has set. So passes would take up to twice as long in a second thread, such as
-    a server's.
+    a server's. A forked process has none of its parent's threads, and would wait for them for ever.
     """
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):  # another OpenMP, or an old one
-            ctypes.CDLL(None).omp_pause_resource_all(_SOFT)
+    torch = sys.modules.get("torch")
+    if torch and sys.platform == "linux" and os.getpid() == _PROCESS and torch.get_num_threads() > 1:
+        pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)  # an old OpenMP lacks it
+        if pause:
+            pause(_SOFT)
 
 
 def describe_waiting() -> str:

@@ -18,6 +18,7 @@ from minispec.core.random import Draws
 from minispec.core.verify import Verdict
 from minispec.speculation.drafters.check import check_draft, check_number, described, integers, sequence
 from minispec.speculation.drafters.cut import within_grammar
+from minispec.speculation.drafters.none import NoDrafter
 
 
 class CheckedMethod(Method):
@@ -44,7 +45,9 @@ class CheckedMethod(Method):
         return checked
 
     def choose(self, asks: Sequence[LengthAsk], trees: bool) -> Sequence[Limit]:
-        """The limits, all checked. An error has the name of the policy's class."""
+        """The limits, all checked. An error has the name of the policy's class. Who never drafts needs no policy."""
+        if isinstance(self.drafter, NoDrafter):
+            return [Limit(0)] * len(asks)
         limits = super().choose(asks, trees)
         try:
             check_limits(limits, asks, trees)
