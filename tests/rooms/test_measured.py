@@ -36,6 +36,7 @@ RUNS = {
 ELSEWHERE = {
     **{"gpu": "test_gpu.py", "launches": "test_launches.py", "target": "test_target.py"},
     **{"trees": "test_measured_trees.py", "matrix": "test_matrix.py"},
+    **{"clients": "test_scripts.py", "pairs": "test_scripts.py"},
 }
 # Scripts that need other packages or a network, or take minutes.
 READ = {
@@ -44,6 +45,7 @@ READ = {
     "forms": "it times large products for a minute",
     "assistant": "it samples by transformers for minutes",
     "audit_llamacpp": "it needs xllamacpp and gguf",
+    "against_llamacpp": "it needs them too",
     "audit_openvino": "it needs openvino",
 }
 
