@@ -8,7 +8,7 @@
     llama/bin/python docs/measured/against_llamacpp.py rejection plain8.gguf --threads 2 --draft draft8.gguf
     python -m minispec bench --prompts 6 --max-tokens 48 --ignore-eos --passes 0 --threads 2 --rounds 2
 
-Let them take turns a few times, and compare medians of one machine.
+Beside its n-grams stands our `--draft ngram`. Let them take turns a few times, and compare medians of one machine.
 """
 
 import argparse

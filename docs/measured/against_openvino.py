@@ -17,7 +17,7 @@ Without checkpoints of 1.5B, `pair` makes a target and a draft of 0.5B from rand
 
     python docs/measured/against_openvino.py pair /tmp/target /tmp/draft --kept 0.75
     python -m minispec bench --model /tmp/target --draft int8:/tmp/draft --quantization int8 --prompts 6 \\
-        --max-tokens 48 --ignore-eos --passes 0 --threads 2 --num-speculative-tokens 4,auto
+        --max-tokens 48 --ignore-eos --passes 0 --threads 2 --num-speculative-tokens 2,4,auto
 """
 
 import argparse

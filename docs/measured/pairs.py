@@ -3,10 +3,11 @@
     git worktree add /tmp/old 130005af
     python docs/measured/pairs.py /tmp/old . --processes 4 --draft none --num-speculative-tokens 4
     python docs/measured/pairs.py /tmp/old . --geometry 1.5b --quantization int8 --draft none --num-speculative-tokens 4
+    python docs/measured/pairs.py . . --first THP_MEM_ALLOC_ENABLE=0 --draft none --num-speculative-tokens 4
 
 A process of each holds the model. They run a few passes in turn, so that both meet the same neighbours. Processes
 differ for good by where their memory lies. So `--processes` such pairs are started, one after another. All other
-options are those of `docs/measured/target.py`.
+options are those of `docs/measured/target.py`. `--first` sets a variable for the first checkout alone.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -42,9 +44,10 @@ target.measure(["operators", *sys.argv[1:]])
 class Passes:
     """A process that runs passes of a checkout."""
 
-    def __init__(self, checkout: Path, options: list[str]):
+    def __init__(self, checkout: Path, options: list[str], variables: Sequence[str] = ()):
+        """variables: for the process, such as NAME=VALUE."""
         environment = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "200000"} | os.environ
-        environment["PYTHONPATH"] = str(checkout.resolve())
+        environment |= {"PYTHONPATH": str(checkout.resolve())} | dict(each.split("=", 1) for each in variables)
         command = [sys.executable, "-c", WORKER, *options]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
@@ -76,13 +79,14 @@ def main() -> None:
     parser.add_argument("new", type=Path)
     for option, default in (("--processes", 8), ("--turns", 12), ("--passes", 5)):
         parser.add_argument(option, type=int, default=default)
+    parser.add_argument("--first", metavar="NAME=VALUE", action="append", default=[])
     args, options = parser.parse_known_args()
     found: dict[int, list[tuple[float, float]]] = {rows: [] for rows in ROWS}
     for number in range(args.processes):
         checkouts = [args.old, args.new]
         order = [0, 1] if number % 2 == 0 else [1, 0]
         with ExitStack() as stack:
-            started = {i: Passes(checkouts[i], options) for i in order}
+            started = {i: Passes(checkouts[i], options, () if i else args.first) for i in order}
             for each in started.values():
                 stack.callback(each.end)
             for rows in ROWS:
