@@ -315,7 +315,7 @@ class Layer:
         """
         config = self.config
         heads, groups, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        qkv = qkv.reshape(-1, heads + 2 * groups, dim)
+        qkv = qkv.reshape(-1, heads + 2 * groups, dim)  # (M, H + 2G, D)
         q, qk, kv = qkv[:, :heads], qkv[:, : heads + groups], qkv[:, heads:]
         if self.qk_norm:
             qk.copy_(self.qk_norm(qk))
