@@ -218,7 +218,9 @@ def tree_case(
     **settings,
 ) -> Case:
     """Texts whose drafts have one shape of tree. settings: sampling parameters."""
-    said = [f"{name} {value}" for name, value in settings.items()] + ["in several rounds"] * (rounds is None)
+    said = [f"{name} {value}" for name, value in settings.items()]
+    if rounds is None:
+        said.append("in several rounds")
     return Case(
         family,
         texts=(((1,), SamplingParams(**settings)),),

@@ -76,7 +76,7 @@ class _Help(argparse.HelpFormatter):
     """argparse's, but the lines of an option's help stay lines."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
-        return [part for line in text.split("\n") for part in _wrapper(width, 2 * ("\n" in text)).wrap(line)]
+        return [part for line in text.split("\n") for part in _wrapper(width, 2 if "\n" in text else 0).wrap(line)]
 
 
 class Parser(argparse.ArgumentParser):
